@@ -1,0 +1,31 @@
+"""Scaled dot-product attention, ``softmax(Q Kᵀ / √d_k) V``, for NumPy, PyTorch and JAX arrays."""
+
+from scaledot._attention import (
+    attention,
+    attention_state,
+    attention_weights,
+    scaled_dot_product_attention,
+)
+from scaledot._chunks import Chunk, attend_chunks
+from scaledot._explain import Plan, explain
+from scaledot._state import State, merge
+from scaledot._threads import get_num_threads, set_num_threads
+from scaledot._varlen import varlen_attention
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Chunk",
+    "Plan",
+    "State",
+    "attend_chunks",
+    "attention",
+    "attention_state",
+    "attention_weights",
+    "explain",
+    "get_num_threads",
+    "merge",
+    "scaled_dot_product_attention",
+    "set_num_threads",
+    "varlen_attention",
+]

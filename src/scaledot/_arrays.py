@@ -1,0 +1,181 @@
+"""What differs between array libraries and the array API standard does not cover."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from typing import Any
+
+import numpy as np
+
+from scaledot._errors import type_error, value_error
+from scaledot._typing import Array
+
+FLOATS = ("float32", "float64", "float16", "bfloat16")
+KNOWN = "arrays of NumPy, PyTorch, JAX or array-api-strict"
+
+
+def library(x: object) -> str | None:
+    """Name of the array library that x belongs to; None for anything else.
+
+    Libraries are found through ``sys.modules``: an array of a library that was never imported
+    cannot exist.
+    """
+    if isinstance(x, np.ndarray):
+        return "numpy"
+    torch = sys.modules.get("torch")
+    if torch is not None and isinstance(x, torch.Tensor):
+        return "torch"
+    jax = sys.modules.get("jax")
+    if jax is not None and isinstance(x, jax.Array):
+        return "jax"
+    strict = sys.modules.get("array_api_strict")
+    if strict is not None and type(x).__module__.startswith("array_api_strict"):
+        return "array_api_strict"
+    return None
+
+
+def namespace(x: Array) -> Any:
+    """Array API namespace of x."""
+    import array_api_compat
+
+    return array_api_compat.array_namespace(x)
+
+
+def dtype_name(x: Array) -> str:
+    """Name of the dtype, the same for every library: ``torch.bfloat16`` is ``bfloat16``."""
+    return str(x.dtype).rsplit(".", 1)[-1]
+
+
+def is_float(x: Array) -> bool:
+    """Whether the dtype of x is a floating-point one, of any width."""
+    return dtype_name(x).startswith(("float", "bfloat"))
+
+
+def is_integer(x: Array) -> bool:
+    """Whether the dtype of x is a signed or unsigned integer."""
+    return dtype_name(x).startswith(("int", "uint"))
+
+
+def is_bool(x: Array) -> bool:
+    """Whether the dtype of x is boolean."""
+    return dtype_name(x) == "bool"
+
+
+def describe(x: object) -> str:
+    """Library, dtype and shape of an array, or the type of anything else, for messages."""
+    kind = library(x)
+    if kind is None:
+        return f"{type(x).__module__}.{type(x).__qualname__}"
+    return f"{kind} {dtype_name(x)} {tuple(x.shape)}"  # type: ignore[attr-defined]
+
+
+def check_array(name: str, x: object) -> None:
+    """Raise TypeError unless x is a dense array of a known library that holds data."""
+    hint = "Convert it first, for example with numpy.asarray."
+    kind = library(x)
+    if kind is None:
+        raise type_error(f"{name} must be one of {KNOWN}", describe(x), hint)
+    if kind == "numpy" and isinstance(x, (np.ma.MaskedArray, np.matrix)):
+        raise type_error(
+            f"{name} must be a plain array",
+            type(x).__name__,
+            "Pass x.data and hide entries with mask=, or numpy.asarray(x).",
+        )
+    if kind == "torch":
+        torch = sys.modules["torch"]
+        tensor: Any = x
+        if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_nested:
+            raise type_error(
+                f"{name} must be a dense tensor",
+                "a nested tensor" if tensor.is_nested else f"layout {tensor.layout}",
+                "Call .to_dense(), or pack sequences for varlen_attention.",
+            )
+        if tensor.is_meta:
+            raise type_error(f"{name} must hold data", "a meta tensor", "Move it to a device.")
+
+
+def check_same_place(query: Array, others: dict[str, Array]) -> None:
+    """Raise unless all arrays belong to query's library and, for PyTorch, lie on its device."""
+    for name, x in others.items():
+        if library(x) != library(query):
+            raise type_error(
+                f"query and {name} must belong to one library",
+                f"{library(query)} and {library(x)}",
+                "Convert one of them.",
+            )
+        if library(x) == "torch" and x.device != query.device:
+            raise value_error(
+                f"query and {name} must be on one device",
+                f"{query.device} and {x.device}",
+                f"Move {name} with .to({str(query.device)!r}).",
+            )
+
+
+def accumulation_dtype(xp: Any, name: str) -> Any:
+    """Dtype of sums for inputs of the dtype called ``name``: float64 for float64, else float32."""
+    return xp.float64 if name == "float64" else xp.float32
+
+
+def packed(xp: Any, x: Array, dtype: Any) -> Array:
+    """Return x in dtype; NumPy: in C order, which keeps matmul on BLAS whatever the strides."""
+    if isinstance(x, np.ndarray):
+        return np.ascontiguousarray(x, dtype=dtype)
+    return xp.astype(x, dtype, copy=False)
+
+
+def like(query: Array, x: Array, dtype: Any = None) -> Array:
+    """Bring x, of query's library or of NumPy, to query's library, device and, if given, dtype."""
+    xp = namespace(query)
+    if library(x) == library(query):
+        return x if dtype is None else xp.astype(x, dtype, copy=False)
+    if dtype is not None and is_float(x):
+        x = x.astype(np.float64)  # no other library knows the dtypes of ml_dtypes
+    # A copy: PyTorch warns about read-only memory and refuses negative strides.
+    x = np.array(x, order="C", copy=True)
+    return xp.asarray(x, dtype=dtype, **device_of(query))
+
+
+def device_of(x: Array) -> dict[str, Any]:
+    """Keyword that makes a new array on the device of x; JAX moves new arrays by itself."""
+    return {} if library(x) == "jax" else {"device": x.device}
+
+
+def constant(x: Array) -> Array:
+    """Return x as a constant for automatic differentiation."""
+    kind = library(x)
+    if kind == "torch":
+        return x.detach()
+    if kind == "jax":
+        return sys.modules["jax"].lax.stop_gradient(x)
+    return x
+
+
+def host(x: Array) -> np.ndarray[Any, Any] | None:
+    """Values of x as a NumPy array; None where a compiler is tracing and there are none yet."""
+    if library(x) == "jax" and isinstance(x, sys.modules["jax"].core.Tracer):
+        return None
+    if library(x) == "torch":
+        try:
+            return np.asarray(x.detach().cpu())
+        except RuntimeError:  # vmap and fake tensors hold no values
+            return None
+    return np.asarray(x)
+
+
+def may_hold(flag: Array) -> bool:
+    """Whether a boolean scalar is true, or cannot be read because a compiler is tracing."""
+    values = host(flag)
+    return True if values is None else bool(values)
+
+
+def quiet(xp: Any) -> contextlib.AbstractContextManager[Any]:
+    """Silence NumPy's floating-point warnings: infinities and nan are defined here."""
+    numpy_inside = xp.__name__.startswith(("array_api_compat.numpy", "array_api_strict", "numpy"))
+    return np.errstate(all="ignore") if numpy_inside else contextlib.nullcontext()
+
+
+def broadcasts(a: tuple[int, ...], b: tuple[int, ...]) -> bool:
+    """Whether two shapes broadcast against each other."""
+    pairs = zip(reversed(a), reversed(b), strict=False)
+    return all(m == n or m == 1 or n == 1 for m, n in pairs)

@@ -1,0 +1,192 @@
+"""Checks of single arguments: each returns the argument in its resolved form or raises."""
+
+from __future__ import annotations
+
+import math
+import numbers
+import operator
+from typing import Any
+
+import numpy as np
+
+from scaledot import _arrays
+from scaledot._errors import type_error, value_error
+from scaledot._typing import Array
+
+AXES = "Axes are (..., num_heads, len, d): is one of them transposed?"
+IMPLEMENTATIONS = ("auto", "kernels", "blockwise", "dense")
+
+
+def shapes(**arrays: Array) -> str:
+    """``query (2, 8, 5, 64), key (2, 8, 7, 64)`` for messages."""
+    return ", ".join(f"{name} {tuple(x.shape)}" for name, x in arrays.items())
+
+
+def operands(query: Array, key: Array, value: Array) -> None:
+    """Query, key and value: arrays of one library, device and floating-point dtype."""
+    arrays = {"query": query, "key": key, "value": value}
+    for name, x in arrays.items():
+        _arrays.check_array(name, x)
+    _arrays.check_same_place(query, {"key": key, "value": value})
+    names = [_arrays.dtype_name(x) for x in arrays.values()]
+    if len(set(names)) > 1 or names[0] not in _arrays.FLOATS:
+        raise type_error(
+            f"query, key and value must share one dtype of {', '.join(_arrays.FLOATS)}",
+            ", ".join(names),
+            "Convert them with astype (PyTorch: .to), for example all to float32.",
+        )
+    for name, x in arrays.items():
+        if x.ndim < 2:
+            raise value_error(
+                f"{name} must have at least two axes", f"{name} {tuple(x.shape)}",
+                "Axes are (..., num_heads, len, d), or (len, d) for one head.",
+            )
+
+
+def operand_shapes(query: Array, key: Array, value: Array) -> tuple[int, ...]:
+    """Check that the shapes fit; return the broadcast leading axes."""
+    given = shapes(query=query, key=key, value=value)
+    heads = [x.shape[-3] if x.ndim > 2 else 1 for x in (query, key, value)]
+    if key.shape[-1] != query.shape[-1]:
+        raise value_error(
+            "query and key must have the same d_k",
+            f"{query.shape[-1]} and {key.shape[-1]} ({given})", AXES,
+        )
+    if key.shape[-2] != value.shape[-2]:
+        raise value_error(
+            "key and value must have the same length",
+            f"{key.shape[-2]} and {value.shape[-2]} ({given})", AXES,
+        )
+    if heads[1] != heads[2]:
+        raise value_error(
+            "key and value must have the same num_kv_heads",
+            f"{heads[1]} and {heads[2]} ({given})", AXES,
+        )
+    if heads[0] % heads[1] if heads[1] else heads[0]:
+        raise value_error(
+            "num_heads of query must be a multiple of num_kv_heads of key",
+            f"{heads[0]} and {heads[1]} ({given})", AXES,
+        )
+    try:
+        return np.broadcast_shapes(*(tuple(x.shape[:-3]) for x in (query, key, value)))
+    except ValueError:
+        raise value_error(
+            "leading axes of query, key and value must broadcast", given,
+            "Axes before num_heads are equal or 1; insert axes of length 1 where they differ.",
+        ) from None
+
+
+def real(name: str, value: object) -> float:
+    """Return a finite number: a Python or NumPy scalar, or an array of one element."""
+    if _arrays.library(value) is not None and getattr(value, "ndim", None) == 0:
+        known = _arrays.host(value)
+        if known is not None and known.dtype.kind in "iuf":
+            value = known.item()
+    if isinstance(value, (bool, np.bool_)) or not isinstance(value, numbers.Real):
+        raise type_error(f"{name} must be a real number", repr(value), "Pass a float or None.")
+    number = float(value)
+    if not math.isfinite(number):
+        raise value_error(f"{name} must be finite", number, "Pass a finite number or None.")
+    return number
+
+
+def integer(name: str, value: object) -> int:
+    """Return a whole number: int or a NumPy integer, not bool."""
+    if not isinstance(value, (bool, np.bool_)):
+        try:
+            return operator.index(value)  # type: ignore[arg-type]
+        except TypeError:
+            pass
+    raise type_error(f"{name} must be an integer", repr(value), "Pass an int.")
+
+
+def flag(name: str, value: object) -> bool:
+    """Return True or False."""
+    if not isinstance(value, (bool, np.bool_)):
+        raise type_error(f"{name} must be True or False", repr(value), f"Write {name}=True.")
+    return bool(value)
+
+
+def window(value: object, causal: bool) -> tuple[int | None, int | None]:
+    """Left and right reach of a query; None is no limit. Causal closes the right side."""
+    left: int | None = None
+    right: int | None = None
+    if value is not None:
+        hint = "Write window=(left, right) with integers ≥ 0; None is no limit."
+        if not isinstance(value, (tuple, list)) or len(value) != 2:
+            raise type_error("window must be a pair (left, right)", repr(value), hint)
+        sides = [None if side is None else integer("window", side) for side in value]
+        if any(side is not None and side < 0 for side in sides):
+            raise value_error("both sides of window must be at least 0", repr(value), hint)
+        left, right = sides
+    return left, 0 if causal else right
+
+
+def softcap(value: object) -> float | None:
+    """Return a positive cap, or None."""
+    if value is None:
+        return None
+    number = real("softcap", value)
+    if number <= 0:
+        raise value_error("softcap must be positive", number, "Use None for no cap.")
+    return number
+
+
+def dropout(value: object, seed: object) -> float:
+    """Return the probability of dropping a weight; needs a seed unless it is 0."""
+    number = real("dropout", value)
+    if not 0 <= number <= 1:
+        raise value_error("dropout must lie between 0 and 1", number, "It is a probability.")
+    if number and seed is None:
+        raise value_error(
+            "dropout needs a seed", f"dropout={number} and seed=None",
+            "Pass seed=<int>: a new one in each step of training.",
+        )
+    return number
+
+
+def implementation(value: object) -> str:
+    """Return the name of an implementation."""
+    if value not in IMPLEMENTATIONS:
+        raise value_error(
+            f"impl must be one of {', '.join(map(repr, IMPLEMENTATIONS))}", repr(value),
+            "'auto' chooses the fastest that can do the job.",
+        )
+    return str(value)
+
+
+def function(name: str, value: object, signature: str) -> Any:
+    """Return a callable, or None."""
+    if value is not None and not callable(value):
+        raise type_error(
+            f"{name} must be a function {signature}", type(value).__name__, "Pass a function."
+        )
+    return value
+
+
+def option_array(name: str, x: object, query: Array) -> Array:
+    """Return an array given as an option, in query's library and on its device."""
+    if isinstance(x, np.generic):
+        x = np.asarray(x)
+    _arrays.check_array(name, x)
+    if _arrays.library(x) not in (_arrays.library(query), "numpy"):
+        raise type_error(
+            f"{name} must belong to the library of query, or to NumPy",
+            f"{_arrays.library(x)} beside {_arrays.library(query)}", "Convert it.",
+        )
+    if _arrays.library(x) == _arrays.library(query):
+        _arrays.check_same_place(query, {name: x})
+    return x
+
+
+def broadcastable(name: str, x: Array, shape: tuple[int, ...], axes: str) -> None:
+    """Raise unless x broadcasts to shape without enlarging it."""
+    given = tuple(x.shape)
+    fits = len(given) <= len(shape) and all(
+        m in (1, n) for m, n in zip(reversed(given), reversed(shape), strict=False)
+    )
+    if not fits:
+        raise value_error(
+            f"{name} must broadcast to {axes} = {shape}", given,
+            "Shapes are aligned at the right: insert axes of length 1 where it is constant.",
+        )

@@ -1,0 +1,168 @@
+"""Attention over sequences of different lengths, packed one after the other."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any, cast
+
+import numpy as np
+
+from scaledot import _arrays, _checks
+from scaledot._attention import attention
+from scaledot._errors import type_error, value_error
+from scaledot._spec import batch_seeds
+from scaledot._typing import Array, ArrayT, Impl, MaskMod, ScoreMod
+
+
+def varlen_attention(
+    query: ArrayT,
+    key: ArrayT,
+    value: ArrayT,
+    cu_seqlens_q: Array,
+    cu_seqlens_kv: Array,
+    *,
+    causal: bool = False,
+    window: tuple[int | None, int | None] | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    alibi_slopes: Array | None = None,
+    sinks: Array | None = None,
+    score_mod: ScoreMod | None = None,
+    mask_mod: MaskMod | None = None,
+    dropout: float = 0.0,
+    seed: int | Array | None = None,
+    impl: Impl = "auto",
+) -> ArrayT:
+    """Attention inside each of several packed sequences, without padding.
+
+    Sequence s has the queries ``query[cu_seqlens_q[s]:cu_seqlens_q[s + 1]]`` and sees the keys
+    ``key[cu_seqlens_kv[s]:cu_seqlens_kv[s + 1]]`` only.
+
+    Parameters
+    ----------
+    query : array, shape (tokens_q, num_heads, d_k)
+        Queries of all sequences, one after the other.
+    key : array, shape (tokens_kv, num_kv_heads, d_k)
+        Keys of all sequences.
+    value : array, shape (tokens_kv, num_kv_heads, d_v)
+        Values of all sequences.
+    cu_seqlens_q, cu_seqlens_kv : 1-D integer array or sequence, length num_sequences + 1
+        Where sequences start: 0 first, never decreasing, the number of tokens last.
+    causal, window, scale, softcap, alibi_slopes, sinks : optional
+        As in `attention`; positions count inside each sequence and are aligned at its end.
+    score_mod, mask_mod : callable, optional
+        As in `attention`; ``batch`` is the number of the sequence.
+    dropout, seed, impl : optional
+        As in `attention`; an array of seeds has one for each sequence.
+
+    Returns
+    -------
+    array, shape (tokens_q, num_heads, d_v)
+        In the library and dtype of query.
+
+    Raises
+    ------
+    TypeError, ValueError
+        As in `attention`; offsets that do not start at 0, decrease, or leave tokens over.
+
+    Notes
+    -----
+    Sequences may be empty. A sequence without keys gives rows of 0.
+
+    References
+    ----------
+    arXiv 2307.08691.
+
+    Examples
+    --------
+    >>> import numpy as np, scaledot as sd
+    >>> x = np.ones((5, 1, 2), dtype=np.float32)
+    >>> sd.varlen_attention(x, x, x, [0, 2, 5], [0, 2, 5], causal=True).shape
+    (5, 1, 2)
+    """
+    _checks.operands(query, key, value)
+    q, k, v = cast(Any, query), cast(Any, key), cast(Any, value)
+    for name, x in (("query", q), ("key", k), ("value", v)):
+        if x.ndim != 3:
+            raise value_error(
+                f"{name} must have the axes (tokens, heads, d)", tuple(x.shape),
+                "Pack sequences one after the other.",
+            )
+    starts_q = _starts("cu_seqlens_q", cu_seqlens_q, q.shape[0], "query")
+    starts_kv = _starts("cu_seqlens_kv", cu_seqlens_kv, k.shape[0], "key")
+    count = len(starts_q) - 1
+    if len(starts_kv) - 1 != count:
+        raise value_error(
+            "cu_seqlens_q and cu_seqlens_kv must describe the same number of sequences",
+            f"{count} and {len(starts_kv) - 1}", "A sequence may be empty: repeat its start.",
+        )
+    xp = _arrays.namespace(q)
+    heads_first = [xp.permute_dims(x, (1, 0, 2)) for x in (q, k, v)]
+    seeds = _sequence_seeds(seed, count)
+
+    def sequence(number: int) -> Array:
+        rows = slice(starts_q[number], starts_q[number + 1])
+        columns = slice(starts_kv[number], starts_kv[number + 1])
+        q, k, v = heads_first
+        return attention(
+            q[:, rows, :], k[:, columns, :], v[:, columns, :],
+            causal=causal, window=window, scale=scale, softcap=softcap,
+            alibi_slopes=alibi_slopes, sinks=sinks,
+            score_mod=_of_sequence(score_mod, number, 1),
+            mask_mod=_of_sequence(mask_mod, number, 0),
+            dropout=dropout, seed=None if seeds is None else seeds[number], impl=impl,
+        )
+
+    # A packed batch of no sequences still has its shape and is checked as one empty sequence.
+    if count == 0:
+        starts_q, starts_kv, seeds, count = [0, 0], [0, 0], seeds if seed is None else [seed], 1
+    packed = xp.concat([sequence(number) for number in range(count)], axis=1)
+    return cast(ArrayT, xp.permute_dims(packed, (1, 0, 2)))
+
+
+def _starts(name: str, given: Any, tokens: int, packed: str) -> list[int]:
+    """Offsets as a list of ints, checked against the number of tokens."""
+    known = _arrays.host(given) if _arrays.library(given) else np.asarray(given)
+    hint = "It holds 0, then the end of each sequence: 0, n_0, n_0 + n_1, ..."
+    if known is None or known.dtype.kind not in "iu" or known.ndim != 1:
+        raise type_error(
+            f"{name} must be a 1-D array of known integers",
+            "traced values" if known is None else f"{known.dtype} {known.shape}", hint,
+        )
+    offsets = [int(x) for x in known]
+    if not offsets or offsets[0] != 0:
+        raise value_error(f"{name} must start with 0", offsets[:1] or "nothing", hint)
+    for before, after in itertools.pairwise(offsets):
+        if after < before:
+            raise value_error(f"{name} must not decrease", f"{before} and then {after}", hint)
+    if offsets[-1] != tokens:
+        raise value_error(
+            f"{name} must end with the number of tokens of {packed}, {tokens}", offsets[-1], hint
+        )
+    return offsets
+
+
+def _sequence_seeds(seed: Any, count: int) -> Any:
+    """One seed for each sequence: from an int as in the entries of a batch, or as given."""
+    if seed is None:
+        return None
+    if _arrays.library(seed) is None:
+        return batch_seeds(_checks.integer("seed", seed), count).reshape(count)
+    if tuple(seed.shape) not in ((), (1,), (count,)):
+        raise value_error(
+            f"seed must have one entry for each of the {count} sequences", tuple(seed.shape),
+            "An int gives each sequence a seed of its own.",
+        )
+    return [seed if not seed.ndim else seed[i % seed.shape[0]] for i in range(count)]
+
+
+def _of_sequence(function: Any, number: int, position: int) -> Any:
+    """Give a mod the number of its sequence as ``batch``."""
+    if not callable(function):
+        return function
+
+    def with_number(*arguments: Any) -> Any:
+        batch = arguments[position] + number
+        return function(*arguments[:position], batch, *arguments[position + 1 :])
+
+    return with_number

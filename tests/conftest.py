@@ -1,0 +1,91 @@
+"""Array libraries and implementations as fixtures."""
+
+import os
+
+# Before NumPy and JAX are imported: several CPU devices are not needed, float64 is.
+os.environ.setdefault("JAX_ENABLE_X64", "1")
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+import numpy as np
+import pytest
+
+LIBRARIES = ("numpy", "numpy-readonly", "strict", "torch", "jax")
+IMPLEMENTATIONS = ("dense", "blockwise")
+
+
+class Library:
+    """Makes arrays of one library out of NumPy arrays."""
+
+    def __init__(self, name):
+        self.name = name
+        modules = {"strict": "array_api_strict", "torch": "torch", "jax": "jax.numpy"}
+        module = modules.get(name)
+        self.module = pytest.importorskip(module) if module else np
+
+    def array(self, x):
+        """An array of this library with the values, dtype and, where it can, strides of x."""
+        x = np.asarray(x)
+        if self.name == "numpy":
+            return x
+        if self.name == "numpy-readonly":
+            x = x.view()
+            x.flags.writeable = False
+            return x
+        if x.dtype.name == "bfloat16":
+            wide = x.astype(np.float32)
+            if self.name == "strict":
+                pytest.skip("array-api-strict has no bfloat16")
+            if self.name == "torch":
+                return self.module.tensor(wide).to(self.module.bfloat16)
+            return self.module.asarray(wide).astype(self.module.bfloat16)
+        if self.name == "strict" and x.dtype == np.float16:
+            pytest.skip("array-api-strict has no float16")
+        if self.name == "torch":
+            return self.module.tensor(np.ascontiguousarray(x).reshape(x.shape))
+        return self.module.asarray(x)
+
+    def arguments(self, arguments):
+        """The same for every array in a dict of arguments; pairs are converted item by item."""
+
+        def convert(x):
+            if isinstance(x, np.ndarray):
+                return self.array(x)
+            return tuple(map(convert, x)) if isinstance(x, tuple) else x
+
+        return {name: convert(x) for name, x in arguments.items()}
+
+
+@pytest.fixture(params=LIBRARIES)
+def xp(request):
+    """One array library after the other."""
+    return Library(request.param)
+
+
+@pytest.fixture(params=IMPLEMENTATIONS)
+def impl(request):
+    """One implementation after the other."""
+    return request.param
+
+
+@pytest.fixture
+def rng(request):
+    """Random numbers that depend on the name of the test alone."""
+    return np.random.default_rng(list(request.node.name.encode()))
+
+
+@pytest.fixture
+def numpy_only():
+    """Library object for tests that need no other."""
+    return Library("numpy")
+
+
+def pytest_terminal_summary(terminalreporter):
+    """Print the ids of the shared cases that this version does not support."""
+    ids = sorted(
+        value
+        for report in terminalreporter.getreports("skipped")
+        for name, value in getattr(report, "user_properties", [])
+        if name == "unsupported"
+    )
+    if ids:
+        terminalreporter.write_line(f"unsupported shared cases: {', '.join(ids)}")
