@@ -8,6 +8,13 @@ from scaledot._attention import (
 )
 from scaledot._chunks import Chunk, attend_chunks
 from scaledot._explain import Plan, explain
+from scaledot._family import (
+    additive_attention,
+    additive_attention_state,
+    multi_head_attention,
+    multiplicative_attention,
+    retrieve,
+)
 from scaledot._state import State, merge
 from scaledot._threads import get_num_threads, set_num_threads
 from scaledot._varlen import varlen_attention
@@ -18,6 +25,8 @@ __all__ = [
     "Chunk",
     "Plan",
     "State",
+    "additive_attention",
+    "additive_attention_state",
     "attend_chunks",
     "attention",
     "attention_state",
@@ -25,6 +34,9 @@ __all__ = [
     "explain",
     "get_num_threads",
     "merge",
+    "multi_head_attention",
+    "multiplicative_attention",
+    "retrieve",
     "scaled_dot_product_attention",
     "set_num_threads",
     "varlen_attention",

@@ -85,30 +85,38 @@ def check_array(name: str, x: object) -> None:
     if kind == "torch":
         torch = sys.modules["torch"]
         tensor: Any = x
-        if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_nested:
-            raise type_error(
-                f"{name} must be a dense tensor",
-                "a nested tensor" if tensor.is_nested else f"layout {tensor.layout}",
-                "Call .to_dense(), or pack sequences for varlen_attention.",
-            )
+        special = {
+            "a nested tensor": tensor.is_nested,
+            "a quantized tensor": tensor.is_quantized,
+            f"layout {tensor.layout}": tensor.layout is not torch.strided,
+        }
+        for what, applies in special.items():
+            if applies:
+                raise type_error(
+                    f"{name} must be a dense tensor of plain numbers",
+                    what,
+                    "Call .to_dense() or .dequantize(), or pack sequences for varlen_attention.",
+                )
         if tensor.is_meta:
             raise type_error(f"{name} must hold data", "a meta tensor", "Move it to a device.")
 
 
-def check_same_place(query: Array, others: dict[str, Array]) -> None:
-    """Raise unless all arrays belong to query's library and, for PyTorch, lie on its device."""
-    for name, x in others.items():
-        if library(x) != library(query):
+def check_same_place(**arrays: Array) -> None:
+    """Raise unless all arrays belong to one library and, for PyTorch, lie on one device."""
+    first, *others = arrays
+    for name in others:
+        kinds = library(arrays[first]), library(arrays[name])
+        if kinds[0] != kinds[1]:
             raise type_error(
-                f"query and {name} must belong to one library",
-                f"{library(query)} and {library(x)}",
+                f"{first} and {name} must belong to one library",
+                f"{kinds[0]} and {kinds[1]}",
                 "Convert one of them.",
             )
-        if library(x) == "torch" and x.device != query.device:
+        if kinds[0] == "torch" and arrays[first].device != arrays[name].device:
             raise value_error(
-                f"query and {name} must be on one device",
-                f"{query.device} and {x.device}",
-                f"Move {name} with .to({str(query.device)!r}).",
+                f"{first} and {name} must be on one device",
+                f"{arrays[first].device} and {arrays[name].device}",
+                f"Move {name} with .to({str(arrays[first].device)!r}).",
             )
 
 
@@ -129,8 +137,9 @@ def like(query: Array, x: Array, dtype: Any = None) -> Array:
     xp = namespace(query)
     if library(x) == library(query):
         return x if dtype is None else xp.astype(x, dtype, copy=False)
-    if dtype is not None and is_float(x):
-        x = x.astype(np.float64)  # no other library knows the dtypes of ml_dtypes
+    if is_float(x) and dtype_name(x) not in ("float16", "float32", "float64"):
+        # No other library knows longdouble and the dtypes of ml_dtypes.
+        x = x.astype(np.float64 if x.dtype.itemsize > 4 else np.float32)
     # A copy: PyTorch warns about read-only memory and refuses negative strides.
     x = np.array(x, order="C", copy=True)
     return xp.asarray(x, dtype=dtype, **device_of(query))
@@ -157,7 +166,8 @@ def host(x: Array) -> np.ndarray[Any, Any] | None:
         return None
     if library(x) == "torch":
         try:
-            return np.asarray(x.detach().cpu())
+            x = x.detach().cpu()
+            return np.asarray(x.float() if dtype_name(x) == "bfloat16" else x)
         except RuntimeError:  # vmap and fake tensors hold no values
             return None
     return np.asarray(x)
@@ -173,9 +183,3 @@ def quiet(xp: Any) -> contextlib.AbstractContextManager[Any]:
     """Silence NumPy's floating-point warnings: infinities and nan are defined here."""
     numpy_inside = xp.__name__.startswith(("array_api_compat.numpy", "array_api_strict", "numpy"))
     return np.errstate(all="ignore") if numpy_inside else contextlib.nullcontext()
-
-
-def broadcasts(a: tuple[int, ...], b: tuple[int, ...]) -> bool:
-    """Whether two shapes broadcast against each other."""
-    pairs = zip(reversed(a), reversed(b), strict=False)
-    return all(m == n or m == 1 or n == 1 for m, n in pairs)

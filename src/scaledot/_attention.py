@@ -6,8 +6,8 @@ from typing import Any, cast
 
 import numpy as np
 
-from scaledot import _arrays, _choice, _reference
-from scaledot._errors import type_error, value_error
+from scaledot import _arrays, _blockwise, _checks, _choice, _reference
+from scaledot._errors import value_error
 from scaledot._spec import Options, resolve
 from scaledot._state import State, merged
 from scaledot._typing import Array, ArrayT, Impl, MaskMod, Offsets, ScoreMod
@@ -292,8 +292,8 @@ def attention_weights(
     >>> sd.attention_weights(x, x, rows=[1], causal=True)
     array([[0.5, 0.5, 0. , 0. ]])
     """
-    _arrays.check_array("key", key)
-    empty_value = cast(Any, key)[..., :0]
+    _checks.operands(query=query, key=key)
+    empty_value = cast(Any, key)[..., :0]  # weights need no values
     index = None if rows is None else _row_index(rows, query)
     problem = resolve(
         query, key, empty_value,
@@ -304,22 +304,16 @@ def attention_weights(
         rows=index,
     )
     name, _ = _choice.choose(problem)
-    result = _reference.weights(problem, in_blocks=name != "dense")
+    weights = _reference.dense_weights if name == "dense" else _blockwise.blockwise_weights
+    result = weights(problem)
     return cast(ArrayT, result[0, ...] if problem.spec.matrix else result)
 
 
 def _row_index(rows: Any, query: Any) -> Any:
     """Row numbers as a NumPy array of non-negative integers."""
-    _arrays.check_array("query", query)
-    known = _arrays.host(rows) if _arrays.library(rows) else np.asarray(rows)
     hint = "Pass indices of queries, for example rows=[0, -1] or numpy.arange(8)."
-    if known is None or known.ndim != 1 or (known.dtype.kind not in "iu" and known.size):
-        raise type_error(
-            "rows must be a 1-D sequence of integers",
-            "traced values" if known is None else f"{known.dtype} {known.shape}", hint,
-        )
-    length = query.shape[-2] if query.ndim > 1 else 0
-    known = known.astype(np.int64)
+    known = _checks.integers("rows", rows, hint)
+    length = query.shape[-2]
     if np.any((known < -length) | (known >= length)):
         raise value_error(
             f"rows must lie between -{length} and {length - 1} for len_q = {length}",

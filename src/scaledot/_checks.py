@@ -14,6 +14,8 @@ from scaledot._errors import type_error, value_error
 from scaledot._typing import Array
 
 AXES = "Axes are (..., num_heads, len, d): is one of them transposed?"
+FARTHEST = 2**62
+"""Bound on positions and reaches, so that their sums fit into 64 bits."""
 IMPLEMENTATIONS = ("auto", "kernels", "blockwise", "dense")
 
 
@@ -22,19 +24,24 @@ def shapes(**arrays: Array) -> str:
     return ", ".join(f"{name} {tuple(x.shape)}" for name, x in arrays.items())
 
 
-def operands(query: Array, key: Array, value: Array) -> None:
-    """Query, key and value: arrays of one library, device and floating-point dtype."""
-    arrays = {"query": query, "key": key, "value": value}
+def alike(**arrays: Array) -> None:
+    """Raise unless all are plain arrays of one library, device and floating-point dtype."""
     for name, x in arrays.items():
         _arrays.check_array(name, x)
-    _arrays.check_same_place(query, {"key": key, "value": value})
+    _arrays.check_same_place(**arrays)
     names = [_arrays.dtype_name(x) for x in arrays.values()]
     if len(set(names)) > 1 or names[0] not in _arrays.FLOATS:
+        *front, last = arrays
         raise type_error(
-            f"query, key and value must share one dtype of {', '.join(_arrays.FLOATS)}",
+            f"{', '.join(front)} and {last} must share one dtype of {', '.join(_arrays.FLOATS)}",
             ", ".join(names),
             "Convert them with astype (PyTorch: .to), for example all to float32.",
         )
+
+
+def operands(**arrays: Array) -> None:
+    """Query, key and value: `alike`, with an axis of positions and one of features."""
+    alike(**arrays)
     for name, x in arrays.items():
         if x.ndim < 2:
             raise value_error(
@@ -84,7 +91,10 @@ def real(name: str, value: object) -> float:
             value = known.item()
     if isinstance(value, (bool, np.bool_)) or not isinstance(value, numbers.Real):
         raise type_error(f"{name} must be a real number", repr(value), "Pass a float or None.")
-    number = float(value)
+    try:
+        number = float(value)
+    except OverflowError:
+        number = math.inf
     if not math.isfinite(number):
         raise value_error(f"{name} must be finite", number, "Pass a finite number or None.")
     return number
@@ -98,6 +108,27 @@ def integer(name: str, value: object) -> int:
         except TypeError:
             pass
     raise type_error(f"{name} must be an integer", repr(value), "Pass an int.")
+
+
+def integers(name: str, given: Any, hint: str) -> Any:
+    """Return a 1-D sequence or array of integers, known before the call, as int64 of NumPy."""
+    if _arrays.library(given) is not None:
+        _arrays.check_array(name, given)
+        known = _arrays.host(given)
+        what = _arrays.describe(given) if known is not None else "values that are being traced"
+    else:
+        try:
+            known = np.asarray(given)
+            what = f"{known.dtype} {known.shape}"
+        except (ValueError, TypeError, OverflowError):  # ragged, or not numbers
+            known, what = None, type(given).__name__
+    if known is not None and known.shape == (0,):
+        known = known.astype(np.int64)
+    if known is None or known.ndim != 1 or known.dtype.kind not in "iu":
+        raise type_error(f"{name} must be a 1-D sequence of integers", what, hint)
+    if known.size and int(known.max()) > FARTHEST:
+        raise value_error(f"{name} must be indices", known.max(), hint)
+    return known.astype(np.int64)
 
 
 def flag(name: str, value: object) -> bool:
@@ -118,7 +149,8 @@ def window(value: object, causal: bool) -> tuple[int | None, int | None]:
         sides = [None if side is None else integer("window", side) for side in value]
         if any(side is not None and side < 0 for side in sides):
             raise value_error("both sides of window must be at least 0", repr(value), hint)
-        left, right = sides
+        # Nothing is further away than that, and differences of positions cannot overflow.
+        left, right = (None if side is None else min(side, FARTHEST) for side in sides)
     return left, 0 if causal else right
 
 
@@ -147,7 +179,7 @@ def dropout(value: object, seed: object) -> float:
 
 def implementation(value: object) -> str:
     """Return the name of an implementation."""
-    if value not in IMPLEMENTATIONS:
+    if not isinstance(value, str) or value not in IMPLEMENTATIONS:
         raise value_error(
             f"impl must be one of {', '.join(map(repr, IMPLEMENTATIONS))}", repr(value),
             "'auto' chooses the fastest that can do the job.",
@@ -175,7 +207,7 @@ def option_array(name: str, x: object, query: Array) -> Array:
             f"{_arrays.library(x)} beside {_arrays.library(query)}", "Convert it.",
         )
     if _arrays.library(x) == _arrays.library(query):
-        _arrays.check_same_place(query, {name: x})
+        _arrays.check_same_place(query=query, **{name: x})
     return x
 
 

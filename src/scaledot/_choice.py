@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from scaledot import _reference
+from scaledot import _blockwise, _reference
 from scaledot._errors import value_error
 from scaledot._spec import Problem
 from scaledot._state import State
@@ -29,4 +29,4 @@ def choose(problem: Problem) -> tuple[str, str]:
 def run(problem: Problem) -> State:
     """Attention without sinks by the chosen implementation."""
     name, _ = choose(problem)
-    return _reference.dense(problem) if name == "dense" else _reference.blockwise(problem)
+    return _reference.dense(problem) if name == "dense" else _blockwise.blockwise(problem)

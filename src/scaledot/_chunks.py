@@ -107,6 +107,10 @@ def attend_chunks(
             seed=seed, q_offset=q_offset, kv_offset=chunk.kv_offset, impl=impl,
         )
 
+    if not isinstance(chunks, Iterable):
+        raise type_error(
+            "chunks must be an iterable of Chunk objects", type(chunks).__name__, "Pass a list."
+        )
     states = map(partial, chunks)
     first = next(states, None)
     if first is None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from scaledot import _choice, _reference
+from scaledot import _blockwise, _choice
 from scaledot._spec import Options, resolve
 from scaledot._typing import Array, Impl, MaskMod, Offsets, ScoreMod
 
@@ -128,7 +128,7 @@ def explain(
         ),
     )
     name, reason = _choice.choose(problem)
-    tiles = _reference.tiles(problem, in_blocks=name == "blockwise")
+    tiles = _blockwise.tiles(problem, in_blocks=name == "blockwise")
     spec = problem.spec
     result = 1
     for length in (*spec.scores_shape[:-1], spec.d_v):

@@ -77,10 +77,15 @@ def _mix(x: Array) -> Array:
     return x ^ _shift_right(x, 16)
 
 
+def dropout_head_keys(seed_low: Array, seed_high: Array, head: Array) -> Any:
+    """Two 32-bit keys of a head of one batch entry."""
+    first = _mix(_mix(_mix(seed_low) ^ seed_high) ^ head)
+    return first, _mix(first + _GOLDEN)
+
+
 def dropout_row_keys(seed_low: Array, seed_high: Array, head: Array, q_pos: Array) -> Any:
     """Two 32-bit keys of a row of weights; within one head no two rows share the first."""
-    first = _mix(_mix(_mix(seed_low) ^ seed_high) ^ head)
-    second = _mix(first + _GOLDEN)
+    first, second = dropout_head_keys(seed_low, seed_high, head)
     row_a = _mix(first ^ q_pos)
     row_b = _mix((row_a + _GOLDEN) ^ second)
     return row_a, row_b

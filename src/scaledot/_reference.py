@@ -1,30 +1,30 @@
-"""The definition in array operations: ``dense``, and ``blockwise``, which merges slices of it.
+"""The definition in array operations, ``dense``, and its pieces.
 
-Both run on any array library and device and differentiate by the host library. ``dense`` holds
-all len_q × len_kv scores at once. ``blockwise`` holds one tile of them per thread.
+It runs on any array library and device, differentiates by the host library, and holds all
+len_q × len_kv scores at once.
 """
 
 from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
-from scaledot import _arrays, _masks, _scores, _threads
+from scaledot import _arrays, _checks, _masks, _scores
 from scaledot._errors import type_error
-from scaledot._spec import Problem, Spec, accumulation
-from scaledot._state import State, empty_state, merged
+from scaledot._spec import BLOCK_MASK, Problem, accumulation
+from scaledot._state import State, merged
 from scaledot._typing import Array
 
-# Tiles are cut by fixed lengths so that no result depends on batch, heads or threads. One tile
-# of float32 scores is 512 KiB: it and its few copies stay in the second-level cache.
-BLOCK_Q = 256
-BLOCK_KV = 512
-TILE_SCORES = BLOCK_Q * BLOCK_KV
+# What the array libraries say when an array is used as one truth value or one number.
+BRANCHES = (
+    "truth value", "Boolean value of", "bool is only allowed", "only 0-dimensional",
+    "only length-1 arrays", "can be converted to Python scalars", "traced array",
+)  # fmt: skip
 
 
 def dense(problem: Problem) -> State:
@@ -37,54 +37,32 @@ def dense(problem: Problem) -> State:
     """
     xp = _arrays.namespace(problem.query)
     with _arrays.quiet(xp):
-        return _partial(xp, problem)
+        return partial_state(xp, problem)
 
 
-def blockwise(problem: Problem) -> State:
-    """Same result as `dense` with the scores of one tile at a time in memory."""
-    xp = _arrays.namespace(problem.query)
-    spec = problem.spec
-    axes = _grid(spec)
-    if spec.library != "numpy":
-        with _arrays.quiet(xp):
-            parts = [_fold(xp, part) for _, part in _parts(problem, axes)]
-            counts = [max(1, -(-spec.scores_shape[axis] // step)) for axis, step in axes]
-            out = _join(xp, [part.out for part in parts], axes, counts)
-            lse = _join(xp, [part.lse[..., None] for part in parts], axes, counts)[..., 0]
-            return State(out, lse)
-    shape = spec.scores_shape[:-1]
-    state = empty_state(xp, shape, spec.d_v, accumulation(problem.query, spec), problem.query)
-
-    def run(item: tuple[tuple[slice, ...], Problem]) -> None:
-        region, part = item
-        with _arrays.quiet(xp):
-            state.out[region], state.lse[region] = _fold(xp, part)
-
-    _threads.for_each(run, list(_parts(problem, axes)))
-    return state
-
-
-def weights(problem: Problem, *, in_blocks: bool) -> Array:
+def dense_weights(problem: Problem) -> Array:
     """Weights ``exp(score - lse)``, shape (lead, num_heads, len_q, len_kv), sinks included."""
-    xp = _arrays.namespace(problem.query)
-    if problem.spec.len_kv == 0:
-        dtype = accumulation(problem.query, problem.spec)
-        shape = problem.spec.scores_shape
+    xp, spec = _arrays.namespace(problem.query), problem.spec
+    shape, dtype = spec.scores_shape, accumulation(problem.query, spec)
+    if spec.len_kv == 0:
         return xp.zeros(shape, dtype=dtype, **_arrays.device_of(problem.query))
-    lse = (blockwise if in_blocks else dense)(problem).lse
     with _arrays.quiet(xp):
-        if problem.sinks is not None:
-            lse = merged(xp, State(lse[..., None], lse), keyless(xp, problem)).lse
-        empty = lse == -math.inf
-        lse = xp.where(empty, xp.zeros_like(lse), lse)[..., None]
-        step = BLOCK_KV if in_blocks else max(1, problem.spec.len_kv)
-        blocks = []
-        for _, part in _cuts(problem, -1, step):
-            seen = _seen(part)
-            blocks.append(_exp(xp, _masked_scores(xp, part, seen) - lse, seen))
-        full = problem.spec.scores_shape[:-1]
-        blocks = [xp.broadcast_to(b, (*full, b.shape[-1])) for b in blocks]
-        return xp.concat(blocks, axis=-1)
+        lse = row_lse(xp, problem, partial_state(xp, problem))
+        return xp.broadcast_to(tile_weights(xp, problem, lse), shape)
+
+
+def tile_weights(xp: Any, problem: Problem, lse: Array) -> Array:
+    """Weights of a part, given the log-sum-exp over all keys, (lead, num_heads, len_q, 1)."""
+    seen = _seen(problem)
+    return _exp(xp, _masked_scores(xp, problem, seen) - lse, seen)
+
+
+def row_lse(xp: Any, problem: Problem, state: State) -> Array:
+    """Log-sum-exp with sinks, 0 for rows that see nothing, (lead, num_heads, len_q, 1)."""
+    if problem.sinks is not None:
+        state = merged(xp, state, keyless(xp, problem))
+    lse = state.lse
+    return xp.where(lse == -math.inf, xp.zeros_like(lse), lse)[..., None]
 
 
 def keyless(xp: Any, problem: Problem) -> State:
@@ -94,7 +72,7 @@ def keyless(xp: Any, problem: Problem) -> State:
     return State(xp.zeros_like(sinks), sinks[..., 0])
 
 
-def _partial(xp: Any, problem: Problem) -> State:
+def partial_state(xp: Any, problem: Problem) -> State:
     """Attention over all keys of the problem in one piece."""
     if problem.spec.len_kv == 0:
         problem = _with_hidden_key(xp, problem)
@@ -126,13 +104,24 @@ def _with_hidden_key(xp: Any, problem: Problem) -> Problem:
 
     hidden = _arrays.like(problem.query, np.zeros((1,) * problem.spec.rank, dtype=bool))
     terms = replace(
-        problem.terms, mask=hidden, bias=None, kv_segment=None, q_segment=None,
-        kv_pos=_arrays.like(problem.query, np.zeros((1,) * problem.spec.rank, dtype=np.int64)),
-        kv_block=None,
+        problem.terms, mask=hidden, bias=None, kv_segment=None, q_segment=None, kv_end=None
     )
     return replace(
         problem, key=pad(problem.key, problem.spec.d_k), value=pad(problem.value, problem.spec.d_v),
-        terms=terms, block_mask=None, mask_mod=None, spec=replace(problem.spec, len_kv=1),
+        terms=terms, columns=range(1), block_mask=None, score_mod=None, mask_mod=None,
+        spec=replace(problem.spec, len_kv=1),
+    )
+
+
+def _positions(problem: Problem) -> tuple[Array, Array]:
+    """Positions of queries (lead, 1, len_q, 1) and of keys (lead, 1, 1, len_kv)."""
+    terms, query = problem.terms, problem.query
+    shape = (1,) * (problem.spec.rank - 2)
+    rows = np.asarray(problem.rows, dtype=np.int64).reshape(*shape, -1, 1)
+    columns = np.asarray(problem.columns, dtype=np.int64).reshape(*shape, 1, -1)
+    return (
+        terms.q_offset + _arrays.like(query, rows, terms.q_offset.dtype),
+        terms.kv_offset + _arrays.like(query, columns, terms.kv_offset.dtype),
     )
 
 
@@ -141,12 +130,12 @@ def _seen(problem: Problem) -> Array | None:
     spec, terms = problem.spec, problem.terms
     conditions: list[Array] = []
     if spec.left is not None or spec.right is not None:
-        limit = _arrays.namespace(terms.q_pos).iinfo(terms.q_pos.dtype).max
-        left = limit if spec.left is None else spec.left
-        right = limit if spec.right is None else spec.right
-        conditions.append(_masks.in_window(terms.q_pos, terms.kv_pos, left, right))
+        q_pos, kv_pos = _positions(problem)
+        limit = int(_arrays.namespace(q_pos).iinfo(q_pos.dtype).max)
+        left, right = (limit if x is None else min(x, limit) for x in (spec.left, spec.right))
+        conditions.append(_masks.in_window(q_pos, kv_pos, left, right))
     if terms.kv_end is not None:
-        conditions.append(_masks.in_length(terms.kv_pos, terms.kv_end))
+        conditions.append(_masks.in_length(_positions(problem)[1], terms.kv_end))
     if terms.kv_segment is not None:
         conditions.append(_masks.in_segment(terms.q_segment, terms.kv_segment))
     if terms.mask is not None:
@@ -156,13 +145,7 @@ def _seen(problem: Problem) -> Array | None:
     if problem.block_mask is not None:
         conditions.append(_block_seen(problem))
     if problem.mask_mod is not None:
-        seen = _call_mod(problem.mask_mod, "mask_mod", problem)
-        if _arrays.library(seen) is None or not _arrays.is_bool(seen):
-            raise type_error(
-                "mask_mod must return a boolean array of the library of its arguments",
-                _arrays.describe(seen), "Combine comparisons with & and |.",
-            )
-        conditions.append(seen)
+        conditions.append(_call_mod(problem, "mask_mod", problem.mask_mod))
     return functools.reduce(lambda a, b: a & b, conditions) if conditions else None
 
 
@@ -170,26 +153,38 @@ def _block_seen(problem: Problem) -> Array:
     """Block mask spread over queries and keys, (lead, num_heads, len_q, len_kv)."""
     xp = _arrays.namespace(problem.block_mask)
     spread: Array = problem.block_mask
-    for axis, block in ((-2, problem.terms.q_block), (-1, problem.terms.kv_block)):
+    for axis, indices in ((-2, problem.rows), (-1, problem.columns)):
         if spread.shape[axis] != 1:
-            spread = xp.take(spread, xp.reshape(block, (-1,)), axis=axis)
+            blocks = _arrays.like(spread, np.asarray(indices, dtype=np.int64) // BLOCK_MASK)
+            spread = xp.take(spread, blocks, axis=axis)
     return spread
 
 
-def _call_mod(function: Callable[..., Any], name: str, problem: Problem, *first: Array) -> Array:
-    """Call a user's function on arrays that broadcast to the scores."""
-    terms = problem.terms
+def _call_mod(problem: Problem, name: str, function: Callable[..., Any], *first: Array) -> Array:
+    """Call a user's function on arrays that broadcast to the scores; check what it returns."""
+    terms, spec = problem.terms, problem.spec
     try:
-        return function(*first, terms.batch, terms.head, terms.q_pos, terms.kv_pos)
+        result = function(*first, terms.batch, terms.head, *_positions(problem))
     except (TypeError, ValueError, RuntimeError) as error:
-        if "truth value" in str(error) or "Boolean value of" in str(error):
+        if any(words in str(error) for words in BRANCHES):
             raise type_error(
                 f"{name} must be written with arithmetic, comparisons, & and |",
-                f"a branch on an array ({error})",
+                f"a branch or a conversion of an array ({str(error).splitlines()[0]})",
                 f"impl='dense' and 'blockwise' call {name} on whole arrays: write "
                 "(a < b) & (c < d) for 'and', and where(condition, x, y) for 'if'.",
             ) from error
         raise
+    right_kind = _arrays.is_float if name == "score_mod" else _arrays.is_bool
+    if _arrays.library(result) != spec.library or not right_kind(result):
+        kind = "floating-point" if name == "score_mod" else "boolean"
+        raise type_error(
+            f"{name} must return a {kind} array of the library of its arguments",
+            _arrays.describe(result), "Combine its arguments.",
+        )
+    _checks.broadcastable(
+        f"the result of {name}", result, spec.scores_shape, "(..., num_heads, len_q, len_kv)"
+    )
+    return result
 
 
 def _masked_scores(xp: Any, problem: Problem, seen: Array | None) -> Array:
@@ -201,7 +196,8 @@ def _masked_scores(xp: Any, problem: Problem, seen: Array | None) -> Array:
         scores = xp.where(seen, scores, xp.zeros_like(scores[..., :1]))
     distance = None
     if terms.slopes is not None:
-        distance = xp.astype(xp.abs(terms.q_pos - terms.kv_pos), dtype)
+        q_pos, kv_pos = _positions(problem)
+        distance = xp.astype(xp.abs(q_pos - kv_pos), dtype)
     if terms.bias is None:
         scores = _scores.logit(
             scores, spec.scale, spec.softcap, None, terms.slopes, distance, xp.tanh
@@ -215,16 +211,13 @@ def _masked_scores(xp: Any, problem: Problem, seen: Array | None) -> Array:
         lowest = xp.full_like(scores[..., :1], xp.finfo(dtype).min)
         scores = xp.where(fell, lowest, scores)
     if problem.score_mod is not None:
-        scores = _call_mod(problem.score_mod, "score_mod", problem, scores)
-        if _arrays.library(scores) != spec.library or not _arrays.is_float(scores):
-            raise type_error(
-                "score_mod must return scores: a floating-point array of its argument's library",
-                _arrays.describe(scores), "Return the changed score.",
-            )
+        scores = _call_mod(problem, "score_mod", problem.score_mod, scores)
         scores = xp.astype(scores, dtype, copy=False)
     if seen is not None:
-        scores = xp.where(seen, scores, xp.full_like(scores[..., :1], -math.inf))
-    return xp.broadcast_to(scores, (*scores.shape[:-2], spec.len_q, spec.len_kv))
+        excluded = xp.full((1,) * spec.rank, -math.inf, dtype=dtype, **_arrays.device_of(scores))
+        scores = xp.where(seen, scores, excluded)
+    lead = scores.shape[:-2] if scores.ndim == spec.rank else ()
+    return xp.broadcast_to(scores, (*lead, spec.len_q, spec.len_kv))
 
 
 def _finite_bias(xp: Any, bias: Array, dtype: Any) -> Array:
@@ -306,166 +299,11 @@ def _exp(xp: Any, x: Array, seen: Array | None) -> Array:
 def _kept(xp: Any, problem: Problem) -> Array:
     """Boolean array: weights that dropout keeps, (lead, num_heads, len_q, len_kv)."""
     terms = problem.terms
-    head, q_pos, kv_pos = (xp.astype(x, xp.int32) for x in (terms.head, terms.q_pos, terms.kv_pos))
+    head, q_pos, kv_pos = (
+        xp.astype(x, xp.int32) for x in (terms.head, *_positions(problem))
+    )
     row_a, row_b = _masks.dropout_row_keys(terms.seed_low, terms.seed_high, head, q_pos)
     threshold = _masks.dropout_threshold(problem.spec.dropout)
     return _masks.dropout_keeps(row_a, row_b, kv_pos, threshold)
 
 
-def _fold(xp: Any, problem: Problem) -> State:
-    """Merge the states of slices of keys, in order."""
-    spec = problem.spec
-    low, high = _key_range(problem)
-    starts = range(low // BLOCK_KV * BLOCK_KV, high, BLOCK_KV)
-    if not starts and spec.library == "numpy":
-        return empty_state(
-            xp, spec.scores_shape[:-1], spec.d_v, accumulation(problem.query, spec), problem.query
-        )
-    # Without a visible key one excluded key still ties the result to its inputs' gradients.
-    slices = [(i, min(i + BLOCK_KV, spec.len_kv)) for i in starts] or [(0, min(1, spec.len_kv))]
-    parts = (_partial(xp, problem.cut(-1, *part)) for part in slices)
-    return functools.reduce(lambda a, b: merged(xp, a, b), parts)
-
-
-def _key_range(problem: Problem) -> tuple[int, int]:
-    """Range of keys outside of which no query of the problem sees anything, where known."""
-    spec, terms = problem.spec, problem.terms
-    if terms.q_start is None or terms.kv_start is None or not spec.len_q:
-        return 0, spec.len_kv
-    counts = np.asarray(spec.len_kv) if terms.kv_count is None else terms.kv_count
-    if terms.kv_count is None and terms.kv_end is not None:
-        return 0, spec.len_kv
-    first, last = terms.q_index.min(), terms.q_index.max()
-    flat = map(np.ravel, np.broadcast_arrays(terms.q_start, terms.kv_start, counts))
-    ranges = [
-        _masks.visible_range(start + first, start + last, spec.left, spec.right, kv_start, count)
-        for start, kv_start, count in {tuple(map(int, e)) for e in zip(*flat, strict=True)}
-    ]
-    ranges = [r for r in ranges if r[0] < r[1]]
-    if not ranges:
-        return 0, 0
-    return min(r[0] for r in ranges), max(r[1] for r in ranges)
-
-
-def _grid(spec: Spec) -> list[tuple[int, int]]:
-    """Axes of the result and the length of one part along each: lead, heads, queries."""
-    rows = max(1, min(BLOCK_Q, spec.len_q))
-    budget = max(1, TILE_SCORES // (rows * max(1, min(BLOCK_KV, spec.len_kv))))
-    group = max(1, spec.group_size)
-    fitting = [
-        h for h in range(1, min(budget, spec.num_heads) + 1) if h % group == 0 or group % h == 0
-    ]
-    steps = [(-3, max(fitting, default=1)), (-2, rows)]
-    budget = max(1, budget // steps[0][1]) if steps[0][1] >= spec.num_heads else 1
-    for axis in range(-4, -4 - len(spec.lead), -1):
-        length = spec.lead[axis + 3]
-        step = max(1, min(budget, length))
-        budget = max(1, budget // step) if step >= length else 1
-        steps.insert(0, (axis, step))
-    return steps
-
-
-def _cuts(problem: Problem, axis: int, step: int) -> Iterator[tuple[slice, Problem]]:
-    """Parts of at most ``step`` along one axis of the scores; one part where step reaches all."""
-    length = problem.spec.scores_shape[axis]
-    if length <= step:
-        yield slice(0, length), problem
-        return
-    for start in range(0, length, step):
-        stop = min(start + step, length)
-        yield slice(start, stop), problem.cut(axis, start, stop)
-
-
-def _parts(
-    problem: Problem, axes: list[tuple[int, int]]
-) -> Iterator[tuple[tuple[slice, ...], Problem]]:
-    """Regions of the result, in row-major order, with the part of the problem they need."""
-    if not axes:
-        yield (), problem
-        return
-    (axis, step), rest = axes[0], axes[1:]
-    for region, part in _cuts(problem, axis, step):
-        for regions, piece in _parts(part, rest):
-            yield (region, *regions), piece
-
-
-def _join(xp: Any, pieces: list[Array], axes: list[tuple[int, int]], counts: list[int]) -> Array:
-    """Put the pieces of a result, in row-major order, back together along the cut axes."""
-    if not axes:
-        return pieces[0]
-    size = math.prod(counts[1:])
-    joined = [
-        _join(xp, pieces[i * size : (i + 1) * size], axes[1:], counts[1:])
-        for i in range(counts[0])
-    ]
-    return joined[0] if len(joined) == 1 else xp.concat(joined, axis=axes[0][0])
-
-
-@dataclass(frozen=True)
-class Tiles:
-    """Tiles of one head each, the scores in those that run, and the bytes that they need."""
-
-    block_q: int
-    block_kv: int
-    run: int
-    skipped: int
-    scores: int
-    memory: int
-
-
-def tiles(problem: Problem, *, in_blocks: bool) -> Tiles:
-    """Count the work and the memory of `blockwise` or `dense` without doing it."""
-    spec = problem.spec
-    heads = math.prod(spec.lead) * spec.num_heads
-    if not in_blocks:
-        scores = heads * spec.len_q * spec.len_kv
-        memory = _tile_bytes(problem, spec) + _call_bytes(problem)
-        return Tiles(spec.len_q, spec.len_kv, min(scores, heads), 0, scores, memory)
-    axes = _grid(spec)
-    rows, block_kv = axes[-1][1], min(BLOCK_KV, spec.len_kv)
-    run = scores = 0
-    for _, part in _parts(problem, axes):
-        low, high = _key_range(part)
-        blocks = range(low // BLOCK_KV * BLOCK_KV, high, BLOCK_KV)
-        keys = min(blocks[-1] + BLOCK_KV, spec.len_kv) - blocks[0] if blocks else 0
-        part_heads = math.prod(part.spec.lead) * part.spec.num_heads
-        run += len(blocks) * part_heads
-        scores += part_heads * part.spec.len_q * keys
-    total = heads * -(-spec.len_q // rows) * -(-spec.len_kv // BLOCK_KV)
-    largest = replace(
-        spec, lead=tuple(step for _, step in axes[:-2]), num_heads=axes[-2][1], len_q=rows,
-        num_kv_heads=max(1, axes[-2][1] // max(1, spec.group_size)), len_kv=block_kv,
-    )
-    parts = math.prod(-(-spec.scores_shape[axis] // step) for axis, step in axes)
-    at_once = min(_threads.get_num_threads(), parts) if spec.library == "numpy" else 1
-    memory = at_once * _tile_bytes(problem, largest) + _call_bytes(problem)
-    return Tiles(rows, block_kv, run, total - run, scores, memory)
-
-
-def _tile_bytes(problem: Problem, tile: Spec) -> int:
-    """Bytes held at once while a tile is computed; the counts of arrays are measured ones."""
-    itemsize = 8 if tile.dtype == "float64" else 4
-    heads = math.prod(tile.lead)
-    scores = heads * tile.num_heads * tile.len_q * tile.len_kv
-    # scores, shifted scores, their exponentials, the cleaned ones and which of them to drop
-    copies = 4.25
-    if tile.dropout:
-        copies += 0.75
-    if problem.terms.bias is not None:
-        copies += 0.75
-    operands = heads * (
-        tile.num_heads * tile.len_q * (tile.d_k + 3 * tile.d_v)
-        + tile.num_kv_heads * tile.len_kv * (tile.d_k + tile.d_v)
-    )
-    return int((copies * scores + operands) * itemsize)
-
-
-def _call_bytes(problem: Problem) -> int:
-    """Bytes that grow with the lengths: positions, sums, and the result before it is rounded."""
-    spec = problem.spec
-    itemsize = 8 if spec.dtype == "float64" else 4
-    rows = math.prod(spec.scores_shape[:-1])
-    wide_results = (1 if problem.sinks is not None else 0) + (
-        1 if spec.dtype in ("float16", "bfloat16") or spec.library != "numpy" else 0
-    )
-    return 8 * 4 * (spec.len_q + spec.len_kv) + rows * itemsize * (1 + wide_results * spec.d_v)

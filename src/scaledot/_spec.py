@@ -92,8 +92,8 @@ class Terms:
     where they are known (None while a compiler is tracing), for skipping work.
     """
 
-    q_pos: Array
-    kv_pos: Array
+    q_offset: Array
+    kv_offset: Array
     kv_end: Array | None
     mask: Array | None
     bias: Array | None
@@ -104,9 +104,6 @@ class Terms:
     seed_high: Array | None
     batch: Array
     head: Array
-    q_block: Array | None
-    kv_block: Array | None
-    q_index: Any
     q_start: Any
     kv_start: Any
     kv_count: Any
@@ -114,13 +111,19 @@ class Terms:
 
 @dataclass(frozen=True)
 class Problem:
-    """One call in normal form: arrays of rank ``spec.rank``, with their options."""
+    """One call in normal form: arrays of rank ``spec.rank``, with their options.
+
+    ``rows`` (a range or a NumPy array) and ``columns`` are the indices of the queries and keys
+    that this part of the call is about.
+    """
 
     query: Array
     key: Array
     value: Array
     spec: Spec
     terms: Terms
+    rows: Any
+    columns: range
     block_mask: Array | None
     sinks: Array | None
     score_mod: ScoreMod | None
@@ -138,10 +141,13 @@ class Problem:
                for f in fields(Terms)},
         )
         query, key, value = self.query, self.key, self.value
+        rows, columns = self.rows, self.columns
         if axis == -1:
             key, value = (_cut(x, rank, -2, start, stop) for x in (key, value))
+            columns = columns[start:stop]
         elif axis == -2:
             query = _cut(query, rank, -2, start, stop)
+            rows = rows[start:stop]
         else:
             group = self.spec.group_size if axis == -3 else 1
             query = _cut(query, rank, axis, start, stop)
@@ -151,7 +157,8 @@ class Problem:
         if axis <= -3:
             blocks = _cut(blocks, rank, axis, start, stop)
         return replace(
-            self, query=query, key=key, value=value, terms=terms, block_mask=blocks,
+            self, query=query, key=key, value=value, terms=terms, rows=rows, columns=columns,
+            block_mask=blocks, sinks=_cut(self.sinks, rank, axis, start, stop),
             spec=_cut_spec(self.spec, axis, stop - start),
         )
 
@@ -200,7 +207,7 @@ def resolve(
     slices : bool
         Whether key may be a part of a longer sequence, so that positions need a ``q_offset``.
     """
-    _checks.operands(query, key, value)
+    _checks.operands(query=query, key=key, value=value)
     spec = _resolve_spec(query, key, value, options)
     if slices and options.q_offset is None and options.uses_positions():
         raise value_error(
@@ -212,19 +219,19 @@ def resolve(
     mask, bias = _mask_and_bias(query, options, spec)
     q_segment, kv_segment = _segments(query, options.segment_ids, spec)
     seed_low, seed_high = _seeds(query, options.seed, spec) if spec.dropout else (None, None)
-    index = np.arange(spec.len_q) if rows is None else rows
     terms = Terms(
-        **_positions(query, options, spec, index),
+        **_offsets(query, options, spec),
         mask=mask, bias=bias, q_segment=q_segment, kv_segment=kv_segment,
         slopes=_per_head(query, "alibi_slopes", options.alibi_slopes, spec),
         seed_low=seed_low, seed_high=seed_high,
         batch=_arrays.like(query, np.arange(math.prod(spec.lead)).reshape(*spec.lead, 1, 1, 1)),
         head=_arrays.like(query, _expand(np.arange(spec.num_heads)[:, None, None], spec.rank)),
     )
-    blocks = _block_mask(query, options.block_mask, spec)
     problem = Problem(
         query=_expand(query, spec.rank), key=_expand(key, spec.rank),
-        value=_expand(value, spec.rank), spec=spec, terms=terms, block_mask=blocks,
+        value=_expand(value, spec.rank), spec=spec, terms=terms,
+        rows=range(spec.len_q), columns=range(spec.len_kv),
+        block_mask=_block_mask(query, options.block_mask, spec),
         sinks=_per_head(query, "sinks", options.sinks, spec),
         score_mod=_checks.function(
             "score_mod", options.score_mod, "(score, batch, head, q_pos, kv_pos) -> score"
@@ -311,8 +318,14 @@ def _per_head(query: Array, name: str, given: Any, spec: Spec) -> Any:
 
 def _integers(query: Array, name: str, given: Any, spec: Spec) -> tuple[Any, Any]:
     """Offsets or lengths as an array (lead or 1..., 1, 1, 1), and their values where known."""
+    xp = _arrays.namespace(query)
+    dtype = xp.arange(0, 1).dtype
+    farthest = min(_checks.FARTHEST, int(xp.iinfo(dtype).max))
     if _arrays.library(given) is None and not isinstance(given, np.generic):
-        given = np.asarray(_checks.integer(name, given))
+        number = _checks.integer(name, given)
+        if abs(number) > farthest:
+            raise _too_far(name, number, farthest)
+        given = np.asarray(number)
     x = _checks.option_array(name, given, query)
     if not _arrays.is_integer(x):
         raise type_error(
@@ -321,51 +334,45 @@ def _integers(query: Array, name: str, given: Any, spec: Spec) -> tuple[Any, Any
     _checks.broadcastable(name, x, spec.lead, "the leading axes, before num_heads,")
     x = _expand(x[..., None, None, None], spec.rank)
     values = _arrays.host(x)
-    xp = _arrays.namespace(query)
-    x = _arrays.like(query, x, xp.arange(0, 1).dtype)
-    return x, None if values is None else values.astype(np.int64)
+    if values is not None:
+        for number in (values.min(initial=0), values.max(initial=0)):
+            if abs(int(number)) > farthest:
+                raise _too_far(name, number, farthest)
+        values = values.astype(np.int64)
+    return _arrays.like(query, x, dtype), values
 
 
-def _positions(query: Array, options: Options, spec: Spec, index: Any) -> dict[str, Any]:
-    """Positions of queries and keys, and the values that are known before the call runs."""
-    kv_start, kv_start_values = _integers(query, "kv_offset", options.kv_offset, spec)
-    kv_count, kv_count_values, kv_end = None, None, None
+def _too_far(name: str, given: object, farthest: int) -> ValueError:
+    return value_error(
+        f"{name} must lie between -{farthest} and {farthest}", given,
+        "Positions are counted in the integers of the array library.",
+    )
+
+
+def _offsets(query: Array, options: Options, spec: Spec) -> dict[str, Any]:
+    """Positions of the first query and key and of the end, and what of them is known already."""
+    kv_offset, kv_start = _integers(query, "kv_offset", options.kv_offset, spec)
+    kv_end, kv_count, known_count = None, None, None
     if options.kv_len is not None:
-        kv_count, kv_count_values = _integers(query, "kv_len", options.kv_len, spec)
-        bad = kv_count_values is not None and (
-            (kv_count_values < 0) | (kv_count_values > spec.len_kv)
-        )
+        kv_count, known_count = _integers(query, "kv_len", options.kv_len, spec)
+        bad = known_count is not None and ((known_count < 0) | (known_count > spec.len_kv))
         if np.any(bad):
             raise value_error(
                 f"kv_len must lie between 0 and len_kv = {spec.len_kv}",
-                f"{kv_count_values.min()} to {kv_count_values.max()}",
+                f"{known_count.min()} to {known_count.max()}",
                 "It counts the valid keys from the start.",
             )
-        kv_end = kv_start + kv_count
+        kv_end = kv_offset + kv_count
     if options.q_offset is None:
-        counted = spec.len_kv if kv_count is None else kv_count
-        q_start = kv_start + counted - spec.len_q
-        known = None if kv_start_values is None else kv_start_values
-        if kv_count is not None:
-            known = None if known is None or kv_count_values is None else known + kv_count_values
-        elif known is not None:
-            known = known + spec.len_kv
-        q_start_values = None if known is None else known - spec.len_q
+        q_offset = kv_offset + (spec.len_kv if kv_count is None else kv_count) - spec.len_q
+        known = spec.len_kv if options.kv_len is None else known_count
+        q_start = None if kv_start is None or known is None else kv_start + known - spec.len_q
     else:
-        q_start, q_start_values = _integers(query, "q_offset", options.q_offset, spec)
-    kv_index = np.arange(spec.len_kv)
-    place = _arrays.like
+        q_offset, q_start = _integers(query, "q_offset", options.q_offset, spec)
     return {
-        "q_pos": q_start + place(query, _expand(index[:, None], spec.rank), kv_start.dtype),
-        "kv_pos": kv_start + place(query, _expand(kv_index, spec.rank), kv_start.dtype),
-        "kv_end": kv_end,
-        "q_block": place(query, _expand(index[:, None] // BLOCK_MASK, spec.rank)),
-        "kv_block": place(query, _expand(kv_index // BLOCK_MASK, spec.rank)),
-        "q_index": _expand(index[:, None], spec.rank),
-        "q_start": q_start_values,
-        "kv_start": kv_start_values,
-        "kv_count": kv_count_values,
-    }
+        "q_offset": q_offset, "kv_offset": kv_offset, "kv_end": kv_end,
+        "q_start": q_start, "kv_start": kv_start, "kv_count": known_count,
+    }  # fmt: skip
 
 
 def _segments(query: Array, given: Any, spec: Spec) -> tuple[Any, Any]:
@@ -445,7 +452,7 @@ def _seeds(query: Array, seed: Any, spec: Spec) -> tuple[Any, Any]:
 
 
 def _take_rows(problem: Problem, rows: Any) -> Problem:
-    """Keep the queries numbered ``rows``; positions and blocks were made for them already."""
+    """Keep the queries numbered ``rows``."""
     terms = problem.terms
     xp = _arrays.namespace(problem.query)
     index = _arrays.like(problem.query, rows)
@@ -457,6 +464,6 @@ def _take_rows(problem: Problem, rows: Any) -> Problem:
         terms, mask=take(terms.mask), bias=take(terms.bias), q_segment=take(terms.q_segment)
     )
     return replace(
-        problem, query=xp.take(problem.query, index, axis=-2), terms=terms,
+        problem, query=xp.take(problem.query, index, axis=-2), terms=terms, rows=rows,
         spec=replace(problem.spec, len_q=len(rows)),
     )

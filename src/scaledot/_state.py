@@ -5,7 +5,9 @@ from __future__ import annotations
 import math
 from typing import Any, NamedTuple
 
-from scaledot import _arrays
+import numpy as np
+
+from scaledot import _arrays, _checks
 from scaledot._errors import type_error, value_error
 from scaledot._typing import Array
 
@@ -118,18 +120,20 @@ def _check(a: State, b: State) -> None:
         _arrays.check_array(f"{name}.out", state[0])
         _arrays.check_array(f"{name}.lse", state[1])
         out_shape, lse_shape = tuple(state[0].shape), tuple(state[1].shape)
-        if not out_shape or not _arrays.broadcasts(out_shape[:-1], lse_shape):
+        if len(out_shape) != len(lse_shape) + 1:
             raise value_error(
-                f"{name}.out must have the axes of {name}.lse and a last one, d_v",
+                f"{name}.out must have one more axis than {name}.lse, the last, of length d_v",
                 f"out {out_shape} and lse {lse_shape}",
                 "Pass the pair as attention_state returned it.",
             )
-    _arrays.check_same_place(a[0], {"a.lse": a[1], "b.out": b[0], "b.lse": b[1]})
-    for field in (0, 1):
-        shapes = tuple(a[field].shape), tuple(b[field].shape)
-        if not _arrays.broadcasts(*shapes):
-            raise value_error(
-                f"the {State._fields[field]} of both states must broadcast",
-                f"{shapes[0]} and {shapes[1]}",
-                "Both must come from the same queries and have the same d_v.",
-            )
+    arrays = {"a.out": a[0], "a.lse": a[1], "b.out": b[0], "b.lse": b[1]}
+    _checks.alike(**arrays)
+    rows = (tuple(x.shape) for x in (a[0], b[0], a[1][..., None], b[1][..., None]))
+    try:
+        np.broadcast_shapes(*rows)
+    except ValueError:
+        raise value_error(
+            "two states must broadcast against each other",
+            _checks.shapes(**arrays),
+            "Both must come from the same queries and have the same d_v.",
+        ) from None

@@ -20,10 +20,11 @@ _HINT = "One thread runs everything on the caller's thread."
 
 def _checked(value: object, name: str) -> int:
     try:
-        count = operator.index(value)  # type: ignore[arg-type]
+        # bool counts as an int in Python; a number of threads it is not.
+        count = operator.index(None if isinstance(value, bool) else value)  # type: ignore[arg-type]
     except TypeError:
         raise type_error(f"{name} must be a whole number", repr(value), _HINT) from None
-    if isinstance(value, bool) or count < 1:
+    if count < 1:
         raise value_error(f"{name} must be at least 1", repr(value), _HINT)
     return count
 
@@ -81,6 +82,11 @@ def get_num_threads() -> int:
     int
         What `set_num_threads` or ``SCALEDOT_NUM_THREADS`` set, else the number of processors
         that this process may run on.
+
+    Raises
+    ------
+    ValueError
+        ``SCALEDOT_NUM_THREADS`` holds no whole number of at least 1.
 
     Examples
     --------

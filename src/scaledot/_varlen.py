@@ -9,7 +9,7 @@ import numpy as np
 
 from scaledot import _arrays, _checks
 from scaledot._attention import attention
-from scaledot._errors import type_error, value_error
+from scaledot._errors import value_error
 from scaledot._spec import batch_seeds
 from scaledot._typing import Array, ArrayT, Impl, MaskMod, ScoreMod
 
@@ -80,7 +80,7 @@ def varlen_attention(
     >>> sd.varlen_attention(x, x, x, [0, 2, 5], [0, 2, 5], causal=True).shape
     (5, 1, 2)
     """
-    _checks.operands(query, key, value)
+    _checks.operands(query=query, key=key, value=value)
     q, k, v = cast(Any, query), cast(Any, key), cast(Any, value)
     for name, x in (("query", q), ("key", k), ("value", v)):
         if x.ndim != 3:
@@ -88,6 +88,11 @@ def varlen_attention(
                 f"{name} must have the axes (tokens, heads, d)", tuple(x.shape),
                 "Pack sequences one after the other.",
             )
+    if v.shape[0] != k.shape[0]:
+        raise value_error(
+            "key and value must have the same number of tokens",
+            f"{k.shape[0]} and {v.shape[0]}", "Axes are (tokens, heads, d).",
+        )
     starts_q = _starts("cu_seqlens_q", cu_seqlens_q, q.shape[0], "query")
     starts_kv = _starts("cu_seqlens_kv", cu_seqlens_kv, k.shape[0], "key")
     count = len(starts_q) - 1
@@ -98,7 +103,7 @@ def varlen_attention(
         )
     xp = _arrays.namespace(q)
     heads_first = [xp.permute_dims(x, (1, 0, 2)) for x in (q, k, v)]
-    seeds = _sequence_seeds(seed, count)
+    seeds = _sequence_seeds(seed, count) if _checks.dropout(dropout, seed) else None
 
     def sequence(number: int) -> Array:
         rows = slice(starts_q[number], starts_q[number + 1])
@@ -115,21 +120,16 @@ def varlen_attention(
 
     # A packed batch of no sequences still has its shape and is checked as one empty sequence.
     if count == 0:
-        starts_q, starts_kv, seeds, count = [0, 0], [0, 0], seeds if seed is None else [seed], 1
+        starts_q, starts_kv, count = [0, 0], [0, 0], 1
+        seeds = None if seeds is None else [0]
     packed = xp.concat([sequence(number) for number in range(count)], axis=1)
     return cast(ArrayT, xp.permute_dims(packed, (1, 0, 2)))
 
 
 def _starts(name: str, given: Any, tokens: int, packed: str) -> list[int]:
     """Offsets as a list of ints, checked against the number of tokens."""
-    known = _arrays.host(given) if _arrays.library(given) else np.asarray(given)
     hint = "It holds 0, then the end of each sequence: 0, n_0, n_0 + n_1, ..."
-    if known is None or known.dtype.kind not in "iu" or known.ndim != 1:
-        raise type_error(
-            f"{name} must be a 1-D array of known integers",
-            "traced values" if known is None else f"{known.dtype} {known.shape}", hint,
-        )
-    offsets = [int(x) for x in known]
+    offsets = [int(x) for x in _checks.integers(name, given, hint)]
     if not offsets or offsets[0] != 0:
         raise value_error(f"{name} must start with 0", offsets[:1] or "nothing", hint)
     for before, after in itertools.pairwise(offsets):
@@ -146,8 +146,9 @@ def _sequence_seeds(seed: Any, count: int) -> Any:
     """One seed for each sequence: from an int as in the entries of a batch, or as given."""
     if seed is None:
         return None
-    if _arrays.library(seed) is None:
+    if _arrays.library(seed) is None and not isinstance(seed, np.generic):
         return batch_seeds(_checks.integer("seed", seed), count).reshape(count)
+    _arrays.check_array("seed", seed)
     if tuple(seed.shape) not in ((), (1,), (count,)):
         raise value_error(
             f"seed must have one entry for each of the {count} sequences", tuple(seed.shape),
