@@ -193,7 +193,7 @@ def test_compiled(rng):
 ERRORS = [
     ({"patterns": [1.0]}, TypeError, r"patterns must be one of arrays of .*, got builtins.list"),
     ({"patterns": np.zeros((6, D), np.float32)}, TypeError,
-     r"query, patterns must share one dtype of .*, got float64, float32\. Convert"),
+     r"query and patterns must share one dtype of .*, got float64, float32\. Convert"),
     ({"query": np.zeros(D)}, ValueError, r"query must have at least two axes, got query \(32,\)\."),
     ({"query": np.zeros((2, 4, D)), "patterns": np.zeros((3, 6, D))}, ValueError,
      r"leading axes of query, patterns must broadcast, got query .*, patterns .*\. Axes"),

@@ -44,7 +44,8 @@ def namespace(x: Array) -> Any:
 
 def dtype_name(x: Array) -> str:
     """Name of the dtype, the same for every library: ``torch.bfloat16`` is ``bfloat16``."""
-    return str(x.dtype).rsplit(".", 1)[-1]
+    name = getattr(x.dtype, "name", None)  # NumPy's str names the byte order instead
+    return name if isinstance(name, str) else str(x.dtype).rsplit(".", 1)[-1]
 
 
 def is_float(x: Array) -> bool:
@@ -126,10 +127,15 @@ def accumulation_dtype(xp: Any, name: str) -> Any:
 
 
 def packed(xp: Any, x: Array, dtype: Any) -> Array:
-    """Return x in dtype; NumPy: in C order, which keeps matmul on BLAS whatever the strides."""
+    """Return x in dtype and in C order: products then take one path whatever the strides."""
     if isinstance(x, np.ndarray):
         return np.ascontiguousarray(x, dtype=dtype)
-    return xp.astype(x, dtype, copy=False)
+    x = xp.astype(x, dtype, copy=False)
+    if library(x) != "torch":
+        return x
+    if 1 in x.shape[-2:]:  # such an axis may have any stride and still count as in order
+        return x.clone(memory_format=sys.modules["torch"].contiguous_format)
+    return x.contiguous()
 
 
 def like(query: Array, x: Array, dtype: Any = None) -> Array:

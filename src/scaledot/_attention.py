@@ -304,6 +304,11 @@ def attention_weights(
         rows=index,
     )
     name, _ = _choice.choose(problem)
+    if impl == "kernels":
+        raise value_error(
+            "impl of attention_weights must be 'auto', 'blockwise' or 'dense'", "impl='kernels'",
+            "The kernels never hold weights; 'auto' takes 'blockwise'.",
+        )
     weights = _reference.dense_weights if name == "dense" else _blockwise.blockwise_weights
     result = weights(problem)
     return cast(ArrayT, result[0, ...] if problem.spec.matrix else result)
@@ -317,7 +322,7 @@ def _row_index(rows: Any, query: Any) -> Any:
     if np.any((known < -length) | (known >= length)):
         raise value_error(
             f"rows must lie between -{length} and {length - 1} for len_q = {length}",
-            known.tolist(), hint,
+            f"{known.min()} to {known.max()}", hint,
         )
     return np.where(known < 0, known + length, known)
 

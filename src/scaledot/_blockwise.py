@@ -1,6 +1,6 @@
 """The definition in linear memory: `dense` on slices of queries and keys, merged.
 
-One tile of scores per thread is held at a time. Runs on any array library and device and
+One tile of scores is held at a time. Runs on any array library and device and
 differentiates by the host library.
 """
 
@@ -14,8 +14,8 @@ from typing import Any
 
 import numpy as np
 
-from scaledot import _arrays, _masks, _threads
-from scaledot._reference import partial_state, row_lse, tile_weights
+from scaledot import _arrays, _masks
+from scaledot._reference import partial_state, row_lse, spread, tile_weights
 from scaledot._spec import Problem, Spec, accumulation
 from scaledot._state import State, empty_state, merged
 from scaledot._typing import Array
@@ -42,12 +42,9 @@ def blockwise(problem: Problem) -> State:
     shape = spec.scores_shape[:-1]
     state = empty_state(xp, shape, spec.d_v, accumulation(problem.query, spec), problem.query)
 
-    def run(item: tuple[tuple[slice, ...], Problem]) -> None:
-        region, part = item
-        with _arrays.quiet(xp):
+    with _arrays.quiet(xp):
+        for region, part in _parts(problem, axes):
             state.out[region], state.lse[region] = _fold(xp, part)
-
-    _threads.for_each(run, list(_parts(problem, axes)))
     return state
 
 
@@ -64,15 +61,12 @@ def blockwise_weights(problem: Problem) -> Array:
             return _join(xp, parts, axes, _counts(spec, axes))
     result = np.zeros(shape, dtype=dtype)
 
-    def run(item: tuple[tuple[slice, ...], Problem]) -> None:
-        region, part = item
-        with _arrays.quiet(xp):
+    with _arrays.quiet(xp):
+        for region, part in _parts(problem, axes):
             lse = row_lse(xp, part, _fold(xp, part))
             for start, stop in _key_slices(part):
                 tile = tile_weights(xp, part.cut(-1, start, stop), lse)
                 result[(*region, slice(start, stop))] = tile
-
-    _threads.for_each(run, list(_parts(problem, axes)))
     return result
 
 
@@ -81,7 +75,7 @@ def _weights_of_rows(xp: Any, problem: Problem) -> Array:
     lse = row_lse(xp, problem, _fold(xp, problem))
     blocks = [tile_weights(xp, part, lse) for _, part in _cuts(problem, -1, BLOCK_KV)]
     rows = problem.spec.scores_shape[:-1]
-    return xp.concat([xp.broadcast_to(b, (*rows, b.shape[-1])) for b in blocks], axis=-1)
+    return xp.concat([spread(xp, b, (*rows, b.shape[-1])) for b in blocks], axis=-1)
 
 
 def _fold(xp: Any, problem: Problem) -> State:
@@ -220,9 +214,7 @@ def tiles(problem: Problem, *, in_blocks: bool) -> Tiles:
         spec, lead=tuple(step for _, step in axes[:-2]), num_heads=axes[-2][1], len_q=rows,
         num_kv_heads=max(1, axes[-2][1] // max(1, spec.group_size)), len_kv=block_kv,
     )
-    parts = math.prod(_counts(spec, axes))
-    at_once = min(_threads.get_num_threads(), parts) if spec.library == "numpy" else 1
-    memory = at_once * _tile_bytes(problem, largest) + _call_bytes(problem)
+    memory = _tile_bytes(problem, largest) + _call_bytes(problem)
     return Tiles(rows, block_kv, run, total - run, scores, memory)
 
 
@@ -237,11 +229,22 @@ def _tile_bytes(problem: Problem, tile: Spec) -> int:
         copies += 0.75
     if problem.terms.bias is not None:
         copies += 0.75
-    operands = heads * (
-        tile.num_heads * tile.len_q * (tile.d_k + 3 * tile.d_v)
-        + tile.num_kv_heads * tile.len_kv * (tile.d_k + tile.d_v)
-    )
+    # The state and its parts; query, key and value only where they are converted or put in order.
+    operands = heads * tile.num_heads * tile.len_q * 3 * tile.d_v
+    if _is_copied(problem.query):
+        operands += heads * tile.num_heads * tile.len_q * tile.d_k
+    if _is_copied(problem.key):
+        operands += heads * tile.num_kv_heads * tile.len_kv * tile.d_k
+    if _is_copied(problem.value):
+        operands += heads * tile.num_kv_heads * tile.len_kv * tile.d_v
     return int((copies * scores + operands) * itemsize)
+
+
+def _is_copied(x: Array) -> bool:
+    """Whether a tile of x is copied before it is multiplied."""
+    wide = _arrays.dtype_name(x) in ("float32", "float64")
+    in_order = isinstance(x, np.ndarray) and x.strides[-1] == x.itemsize
+    return not (wide and in_order and x.strides[-2] == x.itemsize * x.shape[-1])
 
 
 def _call_bytes(problem: Problem) -> int:

@@ -14,8 +14,8 @@ from scaledot._errors import type_error, value_error
 from scaledot._typing import Array
 
 AXES = "Axes are (..., num_heads, len, d): is one of them transposed?"
-FARTHEST = 2**62
-"""Bound on positions and reaches, so that their sums fit into 64 bits."""
+FARTHEST = 2**60
+"""Bound on positions and reaches, so that sums of them and lengths fit into 64 bits."""
 IMPLEMENTATIONS = ("auto", "kernels", "blockwise", "dense")
 
 

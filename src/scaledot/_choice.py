@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from scaledot import _blockwise, _reference
+import sys
+
+from scaledot import _arrays, _blockwise, _reference
 from scaledot._errors import value_error
 from scaledot._spec import Problem
 from scaledot._state import State
+from scaledot._typing import Array
 
 
 def choose(problem: Problem) -> tuple[str, str]:
@@ -15,18 +18,78 @@ def choose(problem: Problem) -> tuple[str, str]:
     takes one whose memory is quadratic in the length: only ``dense``, asked for by name, is.
     """
     impl = problem.spec.impl
+    if impl in ("dense", "blockwise"):
+        return impl, "asked for by name"
+    obstacle = _obstacle(problem)
     if impl == "kernels":
-        raise value_error(
-            "impl='kernels' needs compiled kernels, which this version does not contain",
-            "impl='kernels'",
-            "Use impl='auto', which takes the fastest implementation there is.",
-        )
-    if impl == "auto":
-        return "blockwise", "auto: linear memory, for arrays of every library and device"
-    return impl, "asked for by name"
+        if obstacle:
+            raise value_error(
+                "impl='kernels' must be given a call that the kernels can do",
+                f"one that they cannot: {obstacle}",
+                "Use impl='auto', which takes 'blockwise' where there is no kernel.",
+            )
+        return impl, "asked for by name"
+    if obstacle:
+        return "blockwise", f"auto: no kernels, {obstacle}"
+    return "kernels", "auto: compiled kernels, linear memory"
 
 
 def run(problem: Problem) -> State:
     """Attention without sinks by the chosen implementation."""
     name, _ = choose(problem)
-    return _reference.dense(problem) if name == "dense" else _blockwise.blockwise(problem)
+    if name == "dense":
+        return _reference.dense(problem)
+    if name == "blockwise":
+        return _blockwise.blockwise(problem)
+    from scaledot._bridges import cpu  # loads Numba
+
+    return cpu.run(problem)
+
+
+def tiles(problem: Problem) -> _blockwise.Tiles:
+    """Work and memory of the chosen implementation."""
+    name, _ = choose(problem)
+    if name == "kernels":
+        from scaledot._bridges import cpu
+
+        return cpu.tiles(problem)
+    return _blockwise.tiles(problem, in_blocks=name == "blockwise")
+
+
+def _obstacle(problem: Problem) -> str:
+    """Why the kernels cannot do a call; empty where they can."""
+    spec, terms = problem.spec, problem.terms
+    arrays = {
+        "query": problem.query, "key": problem.key, "value": problem.value,
+        "mask": terms.mask, "bias": terms.bias, "alibi_slopes": terms.slopes,
+        "segment_ids": terms.q_segment, "block_mask": problem.block_mask,
+    }  # fmt: skip
+    given = {name: x for name, x in arrays.items() if x is not None}
+    if spec.library not in ("numpy", "torch"):
+        return f"they read NumPy arrays and CPU tensors of PyTorch, these belong to {spec.library}"
+    if spec.dtype == "float64":
+        return "they compute in float32, these are float64"
+    if problem.score_mod is not None or problem.mask_mod is not None:
+        return "score_mod and mask_mod are called on arrays"
+    bias = "float32" if terms.bias is None else _arrays.dtype_name(terms.bias)
+    if bias not in _arrays.FLOATS:
+        return f"they read a bias of {', '.join(_arrays.FLOATS)}, this is {bias}"
+    if spec.library == "torch":
+        return _torch_obstacle(given)
+    swapped = [name for name, x in given.items() if not x.dtype.isnative]
+    return f"the bytes of {swapped[0]} are not in this machine's order" if swapped else ""
+
+
+def _torch_obstacle(given: dict[str, Array]) -> str:
+    torch = sys.modules["torch"]
+    plain = all(type(x) in (torch.Tensor, torch.nn.Parameter) for x in given.values())
+    if torch.compiler.is_compiling() or not plain:
+        return "the tensors are being traced or are of a subclass"
+    if any(torch._C._functorch.is_functorch_wrapped_tensor(x) for x in given.values()):
+        return "the tensors are being transformed (vmap, grad, jvp)"
+    if any(x.device.type != "cpu" for x in given.values()):
+        return "the tensors are not in the CPU's memory"
+    if torch.is_grad_enabled() and any(x.requires_grad for x in given.values()):
+        return "a tensor requires a gradient"
+    return ""
+

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from scaledot import _blockwise, _choice
+from scaledot import _choice
 from scaledot._spec import Options, resolve
 from scaledot._typing import Array, Impl, MaskMod, Offsets, ScoreMod
 
@@ -118,7 +118,7 @@ def explain(
     >>> x = np.zeros((1, 1, 2048, 64), dtype=np.float32)
     >>> plan = sd.explain(x, x, x, causal=True)
     >>> plan.implementation, plan.tiles_run, plan.tiles_skipped
-    ('blockwise', 20, 12)
+    ('kernels', 48, 40)
     """
     problem = resolve(
         query, key, value,
@@ -128,7 +128,7 @@ def explain(
         ),
     )
     name, reason = _choice.choose(problem)
-    tiles = _blockwise.tiles(problem, in_blocks=name == "blockwise")
+    tiles = _choice.tiles(problem)
     spec = problem.spec
     result = 1
     for length in (*spec.scores_shape[:-1], spec.d_v):

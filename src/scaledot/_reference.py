@@ -22,7 +22,8 @@ from scaledot._typing import Array
 
 # What the array libraries say when an array is used as one truth value or one number.
 BRANCHES = (
-    "truth value", "Boolean value of", "bool is only allowed", "only 0-dimensional",
+    "truth value", "Boolean value of", "is only allowed on arrays", "only 0-dimensional",
+    "scalar index", "converted to an index", "to a Python scalar", "converted to Scalar",
     "only length-1 arrays", "can be converted to Python scalars", "traced array",
 )  # fmt: skip
 
@@ -48,7 +49,7 @@ def dense_weights(problem: Problem) -> Array:
         return xp.zeros(shape, dtype=dtype, **_arrays.device_of(problem.query))
     with _arrays.quiet(xp):
         lse = row_lse(xp, problem, partial_state(xp, problem))
-        return xp.broadcast_to(tile_weights(xp, problem, lse), shape)
+        return spread(xp, tile_weights(xp, problem, lse), shape)
 
 
 def tile_weights(xp: Any, problem: Problem, lse: Array) -> Array:
@@ -91,9 +92,17 @@ def partial_state(xp: Any, problem: Problem) -> State:
     row_sum = xp.where(empty, xp.ones_like(row_sum), row_sum)
     lse = xp.where(empty, xp.full_like(row_sum, -math.inf), row_max + xp.log(row_sum))[..., 0]
     shape = spec.scores_shape[:-1]
-    return State(
-        xp.broadcast_to(acc / row_sum, (*shape, spec.d_v)), xp.broadcast_to(lse, shape)
-    )
+    # 0 × v may be -0, and an empty row is 0 whatever the values are.
+    out = xp.where(empty, xp.zeros_like(acc[..., :1]), acc / row_sum)
+    return State(spread(xp, out, (*shape, spec.d_v)), spread(xp, lse, shape))
+
+
+def spread(xp: Any, x: Array, shape: tuple[int, ...]) -> Array:
+    """Repeat x along axes of length 1 until it has this shape; never a read-only view."""
+    if tuple(x.shape) == shape:
+        return x
+    x = xp.broadcast_to(x, shape)
+    return x.copy() if isinstance(x, np.ndarray) else x
 
 
 def _with_hidden_key(xp: Any, problem: Problem) -> Problem:
@@ -204,7 +213,7 @@ def _masked_scores(xp: Any, problem: Problem, seen: Array | None) -> Array:
         )
     else:
         before = _scores.logit(scores, spec.scale, spec.softcap, None, None, None, xp.tanh)
-        bias = _finite_bias(xp, terms.bias, dtype)
+        bias = _finite_bias(xp, terms.bias, seen, dtype)
         scores = _scores.logit(before, 1.0, None, bias, terms.slopes, distance, xp.tanh)
         # Only -inf excludes: a sum of finite terms stops at the lowest number instead.
         fell = (scores == -math.inf) & (before != -math.inf)
@@ -220,10 +229,11 @@ def _masked_scores(xp: Any, problem: Problem, seen: Array | None) -> Array:
     return xp.broadcast_to(scores, (*lead, spec.len_q, spec.len_kv))
 
 
-def _finite_bias(xp: Any, bias: Array, dtype: Any) -> Array:
-    """Bias in the accumulation dtype with -inf (excluded elsewhere) as 0 and no new infinity."""
+def _finite_bias(xp: Any, bias: Array, seen: Array | None, dtype: Any) -> Array:
+    """Bias in the accumulation dtype, 0 where excluded, and with no new infinity."""
     limits = xp.finfo(dtype)
-    bias = xp.where(bias == -math.inf, xp.zeros_like(bias[..., :1]), bias)
+    if seen is not None:
+        bias = xp.where(seen, bias, xp.zeros_like(bias[..., :1]))
     if _arrays.dtype_name(bias) == "float64" and dtype != xp.float64:
         bounded = xp.clip(bias, limits.min, limits.max)
         bias = xp.where(xp.isinf(bias), bias, bounded)
@@ -234,6 +244,8 @@ def _products(xp: Any, problem: Problem, dtype: Any) -> Array:
     """Inner products of queries and keys, (lead, num_heads, len_q, len_kv)."""
     q = _arrays.packed(xp, problem.query, dtype)
     k = _arrays.packed(xp, problem.key, dtype)
+    if isinstance(q, np.ndarray) and np.may_share_memory(q, k):
+        k = k.copy()  # NumPy computes x @ xᵀ of one array in another way, with other bits
     products = _grouped_matmul(xp, q, xp.matrix_transpose(k))
     if problem.spec.library in ("torch", "jax") and _not_finite(xp, q, k):
         # A product's gradient is (its gradient) × (the other factor), and 0 × nan is nan: rows

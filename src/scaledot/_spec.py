@@ -320,8 +320,8 @@ def _integers(query: Array, name: str, given: Any, spec: Spec) -> tuple[Any, Any
     """Offsets or lengths as an array (lead or 1..., 1, 1, 1), and their values where known."""
     xp = _arrays.namespace(query)
     dtype = xp.arange(0, 1).dtype
-    farthest = min(_checks.FARTHEST, int(xp.iinfo(dtype).max))
-    if _arrays.library(given) is None and not isinstance(given, np.generic):
+    farthest = min(_checks.FARTHEST, int(xp.iinfo(dtype).max) // 4)
+    if _arrays.library(given) is None:
         number = _checks.integer(name, given)
         if abs(number) > farthest:
             raise _too_far(name, number, farthest)
@@ -433,7 +433,7 @@ def batch_seeds(seed: int, count: int) -> Any:
 def _seeds(query: Array, seed: Any, spec: Spec) -> tuple[Any, Any]:
     """Low and high 32 bits of each entry's seed, (lead or 1..., 1, 1, 1) of int32."""
     xp = _arrays.namespace(query)
-    if _arrays.library(seed) is None and not isinstance(seed, np.generic):
+    if _arrays.library(seed) is None:
         values = batch_seeds(_checks.integer("seed", seed), math.prod(spec.lead))
         seed = values.reshape(spec.lead)
     x = _checks.option_array("seed", seed, query)

@@ -97,8 +97,11 @@ def merged(xp: Any, a: State, b: State) -> State:
 
 def _weighted(xp: Any, state: State, weight: Array) -> Array:
     """Share of a state in the merged out, shape (..., d_v); an empty state's out is not read."""
-    held = (state.lse == -math.inf)[..., None]
-    return weight[..., None] * xp.where(held, xp.zeros_like(state.out), state.out)
+    empty = (state.lse == -math.inf)[..., None]
+    # A weight that rounds to 0 is still above it: an infinite value must not become nan.
+    least = xp.full_like(weight, xp.finfo(weight.dtype).smallest_normal)
+    weight = xp.where(weight < least, least, weight)
+    return weight[..., None] * xp.where(empty, xp.zeros_like(state.out), state.out)
 
 
 def empty_state(xp: Any, shape: tuple[int, ...], d_v: int, dtype: Any, place: Array) -> State:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import operator
 import os
-import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from scaledot._errors import type_error, value_error
 
@@ -48,8 +46,8 @@ def set_num_threads(n: int) -> None:
 
     Results do not depend on it: work is cut by lengths, never by the number of threads.
     The environment variable ``SCALEDOT_NUM_THREADS`` sets the value at start; without it, all
-    processors that this process may run on are used. PyTorch and JAX arrays that run by
-    ``impl="dense"`` or ``"blockwise"`` use the threads of their own library.
+    processors that this process may run on are used. It is the kernels' number: what runs by
+    ``impl="dense"`` or ``"blockwise"`` uses the threads of its array library and BLAS.
 
     Parameters
     ----------
@@ -97,65 +95,21 @@ def get_num_threads() -> int:
     return _default() if _num_threads is None else _num_threads
 
 
-class _BlasLimit:
-    """Keeps BLAS on one thread while calls of ours run; nested and concurrent calls share it.
+def for_each(
+    function: Callable[[T], None], items: Sequence[T], stop: Callable[[], None]
+) -> None:
+    """Call function on every item, on as many threads, while the caller waits.
 
-    Our threads work on separate tiles: BLAS threads below them would fight for the same
-    processors (measured: three times slower), and products could depend on their number.
+    The first error is raised, and so is Ctrl-C at once: ``stop()`` tells the functions that still
+    run to end early.
     """
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._users = 0
-        self._limiter: Any = None
-        self._controller: Any = None
-
-    def forget(self) -> None:
-        """Start anew in a forked child, where no call of the parent goes on."""
-        self._lock = threading.Lock()
-        if self._users:
-            self._users = 0
-            self._limiter.restore_original_limits()
-
-    @contextlib.contextmanager
-    def held(self) -> Iterator[None]:
-        with self._lock:
-            if self._users == 0:
-                if self._controller is None:
-                    import threadpoolctl
-
-                    self._controller = threadpoolctl.ThreadpoolController()
-                self._limiter = self._controller.limit(limits=1, user_api="blas")
-            self._users += 1
-        try:
-            yield
-        finally:
-            with self._lock:
-                self._users -= 1
-                if self._users == 0:
-                    self._limiter.restore_original_limits()
-
-
-_blas = _BlasLimit()
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_blas.forget)
-
-
-def for_each(function: Callable[[T], None], items: Sequence[T]) -> None:
-    """Call function on every item, on up to `get_num_threads` threads; the first error is raised.
-
-    BLAS stays on one thread meanwhile, also where a single item is left.
-    """
-    num_threads = min(get_num_threads(), len(items))
-    with _blas.held():
-        if num_threads <= 1:
-            for item in items:
-                function(item)
-            return
-        pool = ThreadPoolExecutor(num_threads)
-        try:
-            for future in [pool.submit(function, item) for item in items]:
-                future.result()
-        finally:
-            # After an error or Ctrl-C nothing new starts; what runs ends before memory goes away.
-            pool.shutdown(wait=True, cancel_futures=True)
+    pool = ThreadPoolExecutor(len(items))
+    try:
+        for future in [pool.submit(function, item) for item in items]:
+            future.result()
+    except BaseException:
+        stop()
+        raise
+    finally:
+        # What runs ends before the memory that it works on goes away.
+        pool.shutdown(wait=True, cancel_futures=True)

@@ -5,8 +5,6 @@ from __future__ import annotations
 import itertools
 from typing import Any, cast
 
-import numpy as np
-
 from scaledot import _arrays, _checks
 from scaledot._attention import attention
 from scaledot._errors import value_error
@@ -80,29 +78,10 @@ def varlen_attention(
     >>> sd.varlen_attention(x, x, x, [0, 2, 5], [0, 2, 5], causal=True).shape
     (5, 1, 2)
     """
-    _checks.operands(query=query, key=key, value=value)
-    q, k, v = cast(Any, query), cast(Any, key), cast(Any, value)
-    for name, x in (("query", q), ("key", k), ("value", v)):
-        if x.ndim != 3:
-            raise value_error(
-                f"{name} must have the axes (tokens, heads, d)", tuple(x.shape),
-                "Pack sequences one after the other.",
-            )
-    if v.shape[0] != k.shape[0]:
-        raise value_error(
-            "key and value must have the same number of tokens",
-            f"{k.shape[0]} and {v.shape[0]}", "Axes are (tokens, heads, d).",
-        )
-    starts_q = _starts("cu_seqlens_q", cu_seqlens_q, q.shape[0], "query")
-    starts_kv = _starts("cu_seqlens_kv", cu_seqlens_kv, k.shape[0], "key")
+    starts_q, starts_kv = _checked(query, key, value, cu_seqlens_q, cu_seqlens_kv)
     count = len(starts_q) - 1
-    if len(starts_kv) - 1 != count:
-        raise value_error(
-            "cu_seqlens_q and cu_seqlens_kv must describe the same number of sequences",
-            f"{count} and {len(starts_kv) - 1}", "A sequence may be empty: repeat its start.",
-        )
-    xp = _arrays.namespace(q)
-    heads_first = [xp.permute_dims(x, (1, 0, 2)) for x in (q, k, v)]
+    xp = _arrays.namespace(query)
+    heads_first = [xp.permute_dims(x, (1, 0, 2)) for x in (query, key, value)]
     seeds = _sequence_seeds(seed, count) if _checks.dropout(dropout, seed) else None
 
     def sequence(number: int) -> Array:
@@ -115,15 +94,42 @@ def varlen_attention(
             alibi_slopes=alibi_slopes, sinks=sinks,
             score_mod=_of_sequence(score_mod, number, 1),
             mask_mod=_of_sequence(mask_mod, number, 0),
-            dropout=dropout, seed=None if seeds is None else seeds[number], impl=impl,
+            dropout=dropout, seed=None if seeds is None else seeds[number, ...], impl=impl,
         )
 
     # A packed batch of no sequences still has its shape and is checked as one empty sequence.
     if count == 0:
         starts_q, starts_kv, count = [0, 0], [0, 0], 1
-        seeds = None if seeds is None else [0]
+        seeds = None if seeds is None else batch_seeds(0, 1)
     packed = xp.concat([sequence(number) for number in range(count)], axis=1)
     return cast(ArrayT, xp.permute_dims(packed, (1, 0, 2)))
+
+
+def _checked(
+    query: Array, key: Array, value: Array, cu_seqlens_q: Any, cu_seqlens_kv: Any
+) -> tuple[list[int], list[int]]:
+    """Check shapes and offsets; return the offsets of both sides."""
+    _checks.operands(query=query, key=key, value=value)
+    for name, x in (("query", query), ("key", key), ("value", value)):
+        if x.ndim != 3:
+            raise value_error(
+                f"{name} must have the axes (tokens, heads, d)", tuple(x.shape),
+                "Pack sequences one after the other.",
+            )
+    if value.shape[0] != key.shape[0]:
+        raise value_error(
+            "key and value must have the same number of tokens",
+            f"{key.shape[0]} and {value.shape[0]}", "Axes are (tokens, heads, d).",
+        )
+    starts_q = _starts("cu_seqlens_q", cu_seqlens_q, query.shape[0], "query")
+    starts_kv = _starts("cu_seqlens_kv", cu_seqlens_kv, key.shape[0], "key")
+    if len(starts_q) != len(starts_kv):
+        raise value_error(
+            "cu_seqlens_q and cu_seqlens_kv must describe the same number of sequences",
+            f"{len(starts_q) - 1} and {len(starts_kv) - 1}",
+            "A sequence may be empty: repeat its start.",
+        )
+    return starts_q, starts_kv
 
 
 def _starts(name: str, given: Any, tokens: int, packed: str) -> list[int]:
@@ -146,7 +152,7 @@ def _sequence_seeds(seed: Any, count: int) -> Any:
     """One seed for each sequence: from an int as in the entries of a batch, or as given."""
     if seed is None:
         return None
-    if _arrays.library(seed) is None and not isinstance(seed, np.generic):
+    if _arrays.library(seed) is None:
         return batch_seeds(_checks.integer("seed", seed), count).reshape(count)
     _arrays.check_array("seed", seed)
     if tuple(seed.shape) not in ((), (1,), (count,)):
@@ -154,7 +160,7 @@ def _sequence_seeds(seed: Any, count: int) -> Any:
             f"seed must have one entry for each of the {count} sequences", tuple(seed.shape),
             "An int gives each sequence a seed of its own.",
         )
-    return [seed if not seed.ndim else seed[i % seed.shape[0]] for i in range(count)]
+    return _arrays.namespace(seed).broadcast_to(seed, (count,))
 
 
 def _of_sequence(function: Any, number: int, position: int) -> Any:
