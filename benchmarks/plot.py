@@ -25,7 +25,7 @@ def draw(result: dict, threads: int, out: Path) -> None:
     cells = cells_of(result, threads)
     cases = [Case(**fields) for fields in result["cases"]]
     lengths = {case.len_q: case.name for case in cases if is_sweep(case)}
-    figure, axes = plt.subplots(figsize=(8, 4.8), layout="constrained")
+    figure, axes = plt.subplots(figsize=(8, 5), layout="constrained")
     peak = result["peaks"][str(threads)].get("tile")
     if peak:
         axes.axhline(peak, color="0.5", linestyle=":", linewidth=1)

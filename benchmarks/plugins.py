@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import json
 import os
 import select
@@ -64,7 +65,8 @@ def discover() -> dict[str, Plugin]:
             path.stem, constants["TITLE"], constants["ENV"], constants["REQUIREMENTS"]
         )
     first = ("scaledot", "torch", "flex", "zentorch", "onnxruntime", "openvino", "jax")
-    return {name: found[name] for name in (*first, *sorted(set(found) - set(first)))}
+    others = sorted(set(found) - set(first))
+    return {name: found[name] for name in (*first, *others) if name in found}
 
 
 def set_up(plugin: Plugin) -> None:
@@ -101,12 +103,16 @@ class Peer:
     versions: dict[str, str] = field(default_factory=dict)
     _process: subprocess.Popen | None = None
 
+    @property
+    def _log(self) -> Path:
+        return self.scratch / f"{self.plugin.name}-{self.threads}.log"
+
     def start(self) -> None:
         """Start the process and learn its versions."""
         python = self.plugin.python
         if python is None:
             raise PeerError(f"not installed: python benchmarks/run.py --setup {self.plugin.name}")
-        log = (self.scratch / f"{self.plugin.name}-{self.threads}.log").open("a")
+        log = self._log.open("a")
         command = [python, HERE / "worker.py", self.plugin.name, str(self.threads)]
         self._process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log,
@@ -124,8 +130,9 @@ class Peer:
             self.start()
         process = self._process
         process.send_signal(signal.SIGCONT)
-        process.stdin.write(json.dumps(command).encode() + b"\n")
-        process.stdin.flush()
+        with contextlib.suppress(BrokenPipeError):  # it has died: the answer will say so
+            process.stdin.write(json.dumps(command).encode() + b"\n")
+            process.stdin.flush()
         return self._answer(timeout)
 
     def _answer(self, timeout: float) -> dict[str, Any]:
@@ -135,8 +142,9 @@ class Peer:
             piece = os.read(process.stdout.fileno(), 1 << 20) if ready else b""
             if not piece:
                 self.stop()
-                code = process.returncode
-                raise PeerError(f"took over {timeout:.0f} s" if not ready else f"died: {code}")
+                words = " ".join(self._log.read_text(errors="replace").split("\n")[-3:])
+                died = f"died with status {process.returncode}: {words}"[:200]
+                raise PeerError(died if ready else f"took over {timeout:.0f} s")
             line += piece
         process.send_signal(signal.SIGSTOP)
         answer = json.loads(line)
@@ -150,5 +158,6 @@ class Peer:
             self._process.kill()
             self._process.wait()
             for pipe in (self._process.stdin, self._process.stdout):
-                pipe.close()
+                with contextlib.suppress(BrokenPipeError):
+                    pipe.close()
             self._process = None

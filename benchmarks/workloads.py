@@ -152,7 +152,7 @@ class Case:
             rounding = float(rounding) + float(np.finfo(exact).eps) * self.len_kv**0.5
             allowed = 2 * np.abs(textbook - truth).max() + rounding * np.abs(truth).max()
             worst = max(worst, error) if error == error else error  # nan stays
-            excess = max(excess, error / allowed) if error == error else np.inf
+            excess = max(excess, float(error / allowed)) if error == error else np.inf
         return worst, excess
 
     def _rows(self, arrays: Arrays, place: Place) -> tuple[np.ndarray, np.ndarray]:

@@ -11,15 +11,15 @@ from attention_cases import Unsupported
 GRADIENTS = {"dq": "query", "dk": "key", "dv": "value", "dbias": "bias", "dsinks": "sinks"}
 
 
-def candidate(op, want=("out",), **arguments):
-    """Run one case and return the results it wants, as NumPy arrays."""
+def candidate(op, want=("out",), impl="auto", **arguments):
+    """Run one case by one implementation and return the results it wants, as NumPy arrays."""
     if op == "set_threads":
         sd.set_num_threads(arguments["n"])
         return {}
     run = {"attention": attention, "varlen": varlen, "merge": merge, "decode": decode}.get(op)
     if run is None:
         raise Unsupported(f"{op} is not part of this version")
-    return run(want, arguments)
+    return run(want, arguments if op == "merge" else {**arguments, "impl": impl})
 
 
 def merge(want, arguments):

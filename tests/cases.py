@@ -259,6 +259,11 @@ CASES = [
         "bias_float64",
         bias=lambda rng: np.where(np.arange(7) == 2, float(FLOAT32_MIN), rng.normal(size=(5, 7))),
     ),
+    # finite terms whose sum is not: one key, and it is seen
+    named(
+        "bias_falls", Size(1, 1), bias=np.full((1, 1), FLOAT32_MIN), q_offset=2,
+        alibi_slopes=np.full(2, 1e31, "f"),
+    ),
     # what shapes the scores
     named("alibi", Size(num_heads=4), alibi_slopes=slopes(4), causal=True),
     named("sinks", sinks=np.array([0.5, 3], np.float32), mask=(np.arange(5) != 2)[:, None]),

@@ -88,11 +88,11 @@ def pytest_pyfunc_call(pyfuncitem):
 
 def pytest_terminal_summary(terminalreporter):
     """Print the ids of the shared cases that this version does not support."""
-    ids = sorted(
+    ids = sorted({
         value
         for report in terminalreporter.getreports("skipped")
         for name, value in getattr(report, "user_properties", [])
         if name == "unsupported"
-    )
+    })
     if ids:
         terminalreporter.write_line(f"unsupported shared cases: {', '.join(ids)}")

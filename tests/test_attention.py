@@ -135,6 +135,17 @@ def test_named_case(index, xp, impl):
     check(arguments, case_truth(name, "float32"), "float32", impl, only_out=only_out)
 
 
+def test_bias_beyond_the_range_of_float32(impl):
+    """A finite number excludes nothing, however low; only where all are so low do they count."""
+    arguments = {name: x.astype(np.float32) for name, x in
+                 cases.Size(2, 7).arrays(np.random.default_rng(4)).items()}  # fmt: skip
+    bias = np.zeros((2, 7))
+    bias[0, 3], bias[1] = 1e300, np.finfo(np.float64).min
+    out, _, weights = naive.attention(**arguments, bias=np.clip(bias, -1e38, 1e38))
+    got = sd.attention(**arguments, bias=bias, impl=impl)
+    assert_close(got, out, textbook_of(arguments, weights)[0], eps=EPS["float32"], len_kv=7)
+
+
 @pytest.mark.parametrize("dtype", ["float64", "float16", "bfloat16"])
 @pytest.mark.parametrize("name", NAMES)
 def test_named_case_in_other_dtypes(name, dtype, impl):

@@ -1,5 +1,7 @@
 """Cases from public bug reports, through the neutral interface of `attention_cases`."""
 
+import functools
+
 import numpy as np
 import pytest
 
@@ -17,11 +19,12 @@ def _same_threads_after():
     sd.set_num_threads(before)
 
 
+@pytest.mark.parametrize("impl", ["auto", "blockwise", "dense"])
 @pytest.mark.parametrize("case", attention_cases.CASES, ids=lambda case: case["id"])
-def test_shared_case(case, record_property):
+def test_shared_case(case, impl, record_property):
     try:
         with np.errstate(all="ignore"):  # the oracle's own arithmetic
-            failures = attention_cases.run_case(case, candidate)
+            failures = attention_cases.run_case(case, functools.partial(candidate, impl=impl))
     except attention_cases.Unsupported as reason:
         record_property("unsupported", case["id"])
         no_torch = set(case["want"]) & {"dq", "dk", "dv", "dbias"}

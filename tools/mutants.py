@@ -93,15 +93,15 @@ MUTANTS = (
         "xp.abs(q_pos - kv_pos)",
         "(q_pos - kv_pos)", "dense-chunk_alibi_window_dropout",
     ),
-    by_case(
+    in_package(
         "bias-overflows", "_reference.py",
         "bounded = xp.clip(bias, limits.min, limits.max)",
-        "bounded = bias", "dense-bias_float64",
+        "bounded = bias", "attention::bias_beyond_the_range_of_float32[dense]",
     ),
     by_case(
         "sum-of-finite-terms-excludes", "_reference.py",
         "scores = xp.where(fell, lowest, scores)",
-        "pass", "dense-bias_minimum",
+        "pass", "dense-bias_falls",
     ),
     # Which keys are seen
     by_case(
@@ -216,12 +216,12 @@ MUTANTS = (
     in_package(
         "merge-overflows", "_state.py",
         "larger = xp.maximum(a.lse, b.lse)",
-        "larger = xp.zeros_like(a.lse)", "shared_cases::shared_case[B65]",
+        "larger = xp.zeros_like(a.lse)", "shared_cases::shared_case[B65-blockwise]",
     ),
     in_package(
         "merge-of-empty-states-nan", "_state.py",
         "divisor = xp.where(empty, xp.ones_like(total), total)",
-        "divisor = total", "shared_cases::shared_case[B10]",
+        "divisor = total", "shared_cases::shared_case[B10-blockwise]",
     ),
     in_package(
         "merge-swallows-nan", "_state.py",
@@ -311,7 +311,7 @@ MUTANTS = (
         "score_mod=_of_sequence(score_mod, number, 1),",
         "score_mod=_of_sequence(score_mod, number, 1),\n"
         "            q_offset=starts_q[number], kv_offset=starts_kv[number],",
-        "shared_cases::shared_case[B42]",
+        "shared_cases::shared_case[B42-blockwise]",
     ),
     in_package(
         "heads-not-joined", "_family.py",
@@ -329,11 +329,26 @@ MUTANTS = (
         "((known_count < 0) | (known_count > spec.len_kv))",
         "(known_count < 0)", "errors::arguments[attention-kv_len- to 8_0]",
     ),
+    # Kernels, compiled anew with each bug
+    by_case(
+        "kernel-forgets-to-rescale", "_kernels/forward.py",
+        "            row_sum[r] *= a\n",
+        "", "kernels-long",
+    ),
+    by_case(
+        "kernel-causal-off-by-one", "_kernels/forward.py",
+        "min(count, p + call.right + 1)",
+        "min(count, p + call.right)", "kernels-causal",
+    ),
+    by_case(
+        "kernel-swaps-heads-of-a-group", "_kernels/forward.py",
+        "head // call.group_size\n",
+        "head % (call.num_heads // call.group_size)\n", "kernels-gqa",
+    ),
     in_package(
-        "blas-limited-after-an-error", "_threads.py",
-        "            yield\n        finally:\n",
-        "            yield\n        except GeneratorExit:\n            raise\n        else:\n",
-        "threads::errors_of_mods_reach_the_caller[blockwise-UnusualError-1]",
+        "kernel-multiplies-odd-values", "_kernels/pack.py",
+        "            marks[j] = 1\n            marked += 1\n",
+        "            break\n", "poison::hidden_keys_cannot_matter[kernels-with_kv_len]",
     ),
     in_package(
         "plot-loaded-at-import", "__init__.py",

@@ -93,7 +93,7 @@ def partial_state(xp: Any, problem: Problem) -> State:
     lse = xp.where(empty, xp.full_like(row_sum, -math.inf), row_max + xp.log(row_sum))[..., 0]
     shape = spec.scores_shape[:-1]
     # 0 × v may be -0, and an empty row is 0 whatever the values are.
-    out = xp.where(empty, xp.zeros_like(acc[..., :1]), acc / row_sum)
+    out = xp.where(empty, xp.zeros_like(row_sum), acc / row_sum)
     return State(spread(xp, out, (*shape, spec.d_v)), spread(xp, lse, shape))
 
 
