@@ -1,6 +1,7 @@
 """Same bits whatever does not belong to the problem; numbers and lengths at the edges."""
 
 import tracemalloc
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -115,10 +116,11 @@ def test_an_entry_alone_is_that_entry_in_a_batch(options, impl):
     assert pair.tobytes() == whole[[2, 0]].tobytes()
 
 
-def test_other_entries_may_have_other_lengths(impl):
-    """Though the length of one decides which tiles all of them run."""
-    arguments = arrays() | {"causal": True, "window": (150, None)}
-    lengths = np.array([[600, 600, 600], [600, 1100, 3], [600, 0, 1099], [600, 513, 512]])
+@pytest.mark.parametrize("len_q", [1, 300], ids=["decode", "prefill"])
+def test_other_entries_may_have_other_lengths(len_q, impl):
+    """Though those of one decide which tiles all of them run."""
+    arguments = arrays(size=replace(SIZE, len_q=len_q)) | {"causal": True, "window": (150, None)}
+    lengths = np.array([[800, 800, 800], [800, 1100, 3], [800, 0, 1099], [800, 513, 512]])
     found = {sd.attention(**arguments, kv_len=kv_len, impl=impl)[0].tobytes() for kv_len in lengths}
     assert len(found) == 1
 
@@ -375,17 +377,20 @@ def test_virtual_keys(impl):
     assert found[1] < (copies / 8 if impl == "blockwise" else 1.25 * copies)
 
 
-def test_a_window_over_long_virtual_arrays():
-    """Sixty thousand queries and keys of which each query sees a few."""
-    length = 60_000
+@pytest.mark.parametrize("impl", ["blockwise", "kernels"])
+def test_a_window_over_long_virtual_arrays(impl):
+    """Thirty thousand queries and keys of which each query sees a few."""
+    length = 30_000
     x = np.broadcast_to(np.float32(0.5), (length, 4))
     value = np.broadcast_to(np.arange(length, dtype=np.float32)[:, None], (length, 2))
 
     def run():
-        return sd.attention(x, x, value, window=(2, 0))
+        return sd.attention(x, x, value, window=(2, 0), impl=impl)
 
     positions = np.arange(length, dtype=np.float64)
     truth = (positions + np.maximum(positions - 1, 0) + np.maximum(positions - 2, 0)) / 3
     truth[:2] = 0, 0.5
-    assert_close(run(), np.stack([truth] * 2, axis=1), eps=EPS["float32"], len_kv=3)
+    truth = np.stack([truth] * 2, axis=1)
+    # Relative, for each number: an absolute error would be lost beside the last rows.
+    assert_close(run() / (truth + 1), truth / (truth + 1), eps=EPS["float32"], len_kv=3)
     assert peak(run) < length * 1000 < length * length

@@ -378,6 +378,21 @@ def test_alibi_is_a_bias(arguments, q_offset, impl):
     check_out(got, biased)
 
 
+@given(problems(["mask", "bias", "sinks"]), NUMBER, st.sampled_from(["dense", "blockwise"]))
+@law
+def test_minus_infinity_from_a_score_mod_is_a_mask(arguments, number, impl):
+    """Also for all keys of a row."""
+    num_heads, len_q, len_kv = *arguments["query"].shape[-3:-1], arguments["key"].shape[-2]
+    rng = np.random.default_rng(number)
+    shown = cases.maybe(rng, num_heads, len_q, len_kv) & cases.maybe(rng, len_q, 1)
+
+    def score_mod(score, batch, head, q_pos, kv_pos):
+        return np.where(shown[head, q_pos - (len_kv - len_q), kv_pos], score, -np.inf)
+
+    masked = arguments | {"mask": shown & arguments.get("mask", True)}
+    check_out(sd.attention(**arguments, score_mod=score_mod, impl=impl), masked)
+
+
 @given(problems([n for n in cases.OPTIONS if n != "softcap"]), IMPLEMENTATION)
 @law
 def test_a_cap_beyond_the_scores_is_no_cap(arguments, impl):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import sys
 from typing import Any
 
@@ -44,8 +45,15 @@ def namespace(x: Array) -> Any:
 
 def dtype_name(x: Array) -> str:
     """Name of the dtype, the same for every library: ``torch.bfloat16`` is ``bfloat16``."""
-    name = getattr(x.dtype, "name", None)  # NumPy's str names the byte order instead
-    return name if isinstance(name, str) else str(x.dtype).rsplit(".", 1)[-1]
+    if isinstance(x.dtype, np.dtype):
+        return _numpy_name(x.dtype)
+    return str(x.dtype).rsplit(".", 1)[-1]
+
+
+@functools.lru_cache(maxsize=64)
+def _numpy_name(dtype: Any) -> str:
+    """Name without the byte order, which str would give; NumPy computes it anew each time."""
+    return str(dtype.name)
 
 
 def is_float(x: Array) -> bool:

@@ -10,6 +10,9 @@ from scaledot._spec import Problem
 from scaledot._state import State
 from scaledot._typing import Array
 
+FEW = 16
+"""Queries of all heads of a group below which packing its keys costs more than it saves."""
+
 
 def choose(problem: Problem) -> tuple[str, str]:
     """Return the implementation's name and the reason.
@@ -31,6 +34,8 @@ def choose(problem: Problem) -> tuple[str, str]:
         return impl, "asked for by name"
     if obstacle:
         return "blockwise", f"auto: no kernels, {obstacle}"
+    if problem.spec.group_size * problem.spec.len_q < FEW:
+        return "blockwise", "auto: too few queries for each key to be worth packing the keys"
     return "kernels", "auto: compiled kernels, linear memory"
 
 

@@ -116,9 +116,9 @@ def explain(
     --------
     >>> import numpy as np, scaledot as sd
     >>> x = np.zeros((1, 1, 2048, 64), dtype=np.float32)
-    >>> plan = sd.explain(x, x, x, causal=True)
-    >>> plan.implementation, plan.tiles_run, plan.tiles_skipped
-    ('kernels', 48, 40)
+    >>> plan = sd.explain(x, x, x, causal=True, impl="blockwise")
+    >>> plan.block_q, plan.block_kv, plan.tiles_run, plan.tiles_skipped
+    (256, 512, 20, 12)
     """
     problem = resolve(
         query, key, value,

@@ -106,18 +106,19 @@ def spread(xp: Any, x: Array, shape: tuple[int, ...]) -> Array:
 
 
 def _with_hidden_key(xp: Any, problem: Problem) -> Problem:
-    """Replace zero keys by one that nothing sees: the same result, connected to the gradient."""
+    """Add one key that nothing sees to none: the same result, connected to the gradient."""
 
-    def pad(x: Array, width: int) -> Array:
-        return xp.zeros((*x.shape[:-2], 1, width), dtype=x.dtype, **_arrays.device_of(x))
+    def padded(x: Array) -> Array:
+        shape = (*x.shape[:-2], 1, x.shape[-1])
+        return xp.concat([x, xp.zeros(shape, dtype=x.dtype, **_arrays.device_of(x))], axis=-2)
 
     hidden = _arrays.like(problem.query, np.zeros((1,) * problem.spec.rank, dtype=bool))
     terms = replace(
         problem.terms, mask=hidden, bias=None, kv_segment=None, q_segment=None, kv_end=None
     )
     return replace(
-        problem, key=pad(problem.key, problem.spec.d_k), value=pad(problem.value, problem.spec.d_v),
-        terms=terms, columns=range(1), block_mask=None, score_mod=None, mask_mod=None,
+        problem, key=padded(problem.key), value=padded(problem.value), terms=terms,
+        columns=range(1), block_mask=None, score_mod=None, mask_mod=None,
         spec=replace(problem.spec, len_kv=1),
     )
 

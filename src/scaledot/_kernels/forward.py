@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from scaledot._kernels.jit import inlined, kernel
+from scaledot._kernels.jit import inlined, kernel, spliced
 from scaledot._kernels.matmul import accumulate_tiles, score_tile
 from scaledot._kernels.pack import (
     fetch_add,
@@ -297,7 +297,7 @@ def add_odd_values(call, scratch, key_pair, r, address, low, high):  # type: ign
                     acc[c] += value[c]
 
 
-@inlined
+@spliced
 def softmax_row(call, scratch, pair, key_pair, r, row, tile, begin, end, adjust):  # type: ignore[no-untyped-def]
     """Scores of row r at keys begin..end (whole panels) to weights."""
     address = scratch.scores + 4 * (r * BLOCK_KV + begin - tile)
@@ -322,7 +322,7 @@ def softmax_row(call, scratch, pair, key_pair, r, row, tile, begin, end, adjust)
         drop(call, pair, row, address, begin, end - begin)
 
 
-@inlined
+@spliced
 def attend_tile(call, scratch, pair, key_pair, first_row, rows, low, high, tile, adjust):  # type: ignore[no-untyped-def]
     """One tile: keys low..high (within BLOCK_KV of key ``tile``) for a block of queries."""
     entry, packed = pair // call.num_heads, key_pair - call.first_key_pair
@@ -378,7 +378,7 @@ def finish_row(call, scratch, pair, r, row):  # type: ignore[no-untyped-def]
     lse[0] = top + np.float32(math.log(total))
 
 
-@inlined
+@spliced
 def attend_block(call, scratch, pair, first_row):  # type: ignore[no-untyped-def]
     """All keys for one block of queries of one head, then its output and log-sum-exp."""
     entry, head = pair // call.num_heads, pair % call.num_heads
@@ -438,7 +438,7 @@ def attend(call, first_pair, num_pairs, counter):  # type: ignore[no-untyped-def
 @kernel
 def pack(call, num_key_pairs, counter):  # type: ignore[no-untyped-def]
     """Pack keys and values of key heads from the shared counter until none is left."""
-    row = np.empty(max(1, call.d_k), np.float32)
+    row = np.empty(LANES * max(1, call.d_k), np.float32)
     while True:
         task = fetch_add(counter, 1)
         if task >= num_key_pairs:

@@ -15,7 +15,7 @@ from numba.core import types
 from scaledot._kernels.jit import inlined, intrinsic
 from scaledot._kernels.target import HOST
 
-PANEL = HOST.panel
+PANEL, LANES = HOST.panel, HOST.lanes
 FLOAT32, FLOAT16, BFLOAT16, FLOAT64 = 0, 1, 2, 3
 DTYPES = {"float32": FLOAT32, "float16": FLOAT16, "bfloat16": BFLOAT16, "float64": FLOAT64}
 HIGHEST = np.float32(np.finfo(np.float32).max)
@@ -83,6 +83,8 @@ def _viewer(dtype: Any) -> Any:
 
 float_pointer = _viewer(types.float32)
 byte_pointer = _viewer(types.uint8)
+half_pointer = _viewer(types.uint16)
+bits_pointer = _viewer(types.uint32)
 
 
 @inlined
@@ -93,17 +95,31 @@ def floats(address, count):  # type: ignore[no-untyped-def]
 
 @inlined
 def row_to_float32(source, stride, count, code, target):  # type: ignore[no-untyped-def]
-    """Write a row of any dtype to ``target`` as float32."""
+    """Write a row of any dtype to ``target`` as float32.
+
+    Rows without gaps take loops over arrays, which LLVM turns into vector code.
+    """
     row = floats(target, count)
-    if code == FLOAT32:
+    if code == FLOAT32 and stride == 4:
+        given = floats(source, count)
+        for i in range(count):
+            row[i] = given[i]
+    elif code == FLOAT32:
         for i in range(count):
             row[i] = load_float32(source + i * stride)
-    elif code == FLOAT16:
+    elif code == BFLOAT16 and stride == 2:
+        halves, bits = carray(half_pointer(source), count), carray(bits_pointer(target), count)
         for i in range(count):
-            row[i] = load_float16(source + i * stride)
+            bits[i] = np.uint32(halves[i]) << np.uint32(16)
     elif code == BFLOAT16:
         for i in range(count):
             row[i] = load_bfloat16(source + i * stride)
+    elif code == FLOAT16 and stride == 2:
+        for i in range(count):
+            row[i] = load_float16(source + 2 * i)
+    elif code == FLOAT16:
+        for i in range(count):
+            row[i] = load_float16(source + i * stride)
     else:
         for i in range(count):
             x = load_float64(source + i * stride)
@@ -114,19 +130,41 @@ def row_to_float32(source, stride, count, code, target):  # type: ignore[no-unty
 
 
 @inlined
-def pack_keys(source, row_stride, stride, code, count, d, row, target):  # type: ignore[no-untyped-def]
-    """Keys (count, d) to panels [count / PANEL][d][PANEL]; the last panel is filled with 0."""
+def is_finite(address, count):  # type: ignore[no-untyped-def]
+    """Whether ``count`` float32 numbers hold neither nan nor infinity: by their exponents."""
+    bits = carray(bits_pointer(address), count)
+    odd = np.uint32(0)
+    for i in range(count):
+        odd |= np.uint32((bits[i] & np.uint32(0x7F800000)) == np.uint32(0x7F800000))
+    return odd == 0
+
+
+@inlined
+def pack_keys(source, row_stride, stride, code, count, d, rows, target):  # type: ignore[no-untyped-def]
+    """Keys (count, d) to panels [count / PANEL][d][PANEL]; the last panel is filled with 0.
+
+    ``rows`` is room for LANES rows of keys: a panel is turned over in squares.
+    """
     depth = max(1, d)
-    one = floats(row, depth)
     for first in range(0, count, PANEL):
         panel = floats(target + 4 * first * depth, PANEL * depth)
         valid = min(PANEL, count - first)
         if valid < PANEL or d == 0:
             panel[:] = 0
-        for j in range(valid):
-            row_to_float32(source + (first + j) * row_stride, stride, d, code, row)
-            for i in range(d):
-                panel[i * PANEL + j] = one[i]
+        for j in range(0, valid, LANES):
+            some = min(LANES, valid - j)
+            square = floats(rows, LANES * depth)
+            for k in range(some):
+                place = source + (first + j + k) * row_stride
+                row_to_float32(place, stride, d, code, rows + 4 * k * depth)
+            if some == LANES:
+                for i in range(d):
+                    for k in range(LANES):
+                        panel[i * PANEL + j + k] = square[k * depth + i]
+            else:
+                for i in range(d):
+                    for k in range(some):
+                        panel[i * PANEL + j + k] = square[k * depth + i]
 
 
 @inlined
@@ -144,10 +182,7 @@ def pack_values(source, row_stride, stride, code, count, padded, d, width, targe
         valid = d if j < count else 0
         if valid:
             row_to_float32(source + j * row_stride, stride, d, code, target + 4 * j * width)
-        total = np.float32(0)
-        for i in range(valid):
-            total += row[i] - row[i]  # 0, or nan where not finite
-        if total != 0:
+        if not is_finite(target + 4 * j * width, valid):
             marks[j] = 1
             marked += 1
             for i in range(valid):

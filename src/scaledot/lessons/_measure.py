@@ -13,8 +13,10 @@ _PAUSE = 0.2
 def extra_memory(call: Callable[[], Any]) -> tuple[Any, int]:
     """Return the call's result, and the bytes held at its peak besides the result.
 
-    Python and NumPy report to ``tracemalloc``; what other libraries allocate is not seen.
+    Python and NumPy report to ``tracemalloc``; what other libraries allocate is not seen. The
+    call runs once before: the modules that a first call loads are not its memory.
     """
+    call()
     running = tracemalloc.is_tracing()
     if not running:
         tracemalloc.start()
