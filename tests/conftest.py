@@ -5,6 +5,9 @@ import os
 # Before NumPy and JAX are imported: several CPU devices are not needed, float64 is.
 os.environ.setdefault("JAX_ENABLE_X64", "1")
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
+# Two test processes share the processors: threads of theirs would wait for one another.
+if "PYTEST_XDIST_WORKER" in os.environ:
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import numpy as np
 import pytest

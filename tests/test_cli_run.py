@@ -130,7 +130,10 @@ def test_blocks_equal_one_call(tmp_path, small_blocks, options):
     succeed(
         *save(tmp_path, ".npy", arrays), "-o", tmp_path / "out.npy", "--threads", 1, *arguments
     )
-    assert small_blocks == [256, 256, 326]
+    unit = sd.explain(*arrays.values(), **keywords).block_q
+    assert len(small_blocks) > 2
+    assert set(small_blocks[:-1]) == {unit}
+    assert unit <= small_blocks[-1] < 2 * unit
     assert same_bits(load(tmp_path / "out.npy"), sd.attention(**arrays, **keywords))
 
 

@@ -33,6 +33,13 @@ OPTIONS = {
 each_option = pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 
 
+@pytest.fixture(autouse=True, scope="module")
+def blas_on_one_thread():
+    """Its threads, waiting for one another on a busy machine, take most of the time."""
+    with threadpoolctl.threadpool_limits(1, user_api="blas"):
+        yield
+
+
 @pytest.fixture(autouse=True)
 def restored_threads():
     """Leave the number of threads as it was."""
@@ -331,6 +338,16 @@ def test_subnormal_numbers(dtype, impl):
     weights = sd.attention_weights(arguments["query"], arguments["key"], bias=bias)
     smallest = np.finfo(weights.dtype).smallest_normal
     assert ((weights == 0) | (weights >= smallest)).all()
+
+
+def test_sinks_beyond_the_accumulation_dtype(impl):
+    """The lowest number of float64 takes no share of float32 scores, and nothing warns."""
+    arguments = arrays(size=cases.Size())
+    sinks = np.array([np.finfo(np.float64).min, 0.0])
+    out = sd.attention(**arguments, sinks=sinks, impl=impl)
+    plain = sd.attention(**arguments, impl=impl)
+    assert out[:, 0].tobytes() == plain[:, 0].tobytes()
+    assert out[:, 1].tobytes() != plain[:, 1].tobytes()
 
 
 @each_option

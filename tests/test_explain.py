@@ -4,6 +4,7 @@ import math
 
 import numpy as np
 import pytest
+import threadpoolctl
 
 import cases
 import scaledot as sd
@@ -41,6 +42,13 @@ OPTIONS = {
 
 class UnusualError(Exception):
     """An exception that nothing else raises."""
+
+
+@pytest.fixture(autouse=True, scope="module")
+def blas_on_one_thread():
+    """Its threads, waiting for one another on a busy machine, take most of the time."""
+    with threadpoolctl.threadpool_limits(1, user_api="blas"):
+        yield
 
 
 @pytest.fixture(autouse=True)

@@ -176,7 +176,6 @@ def results(arguments, impl):
 def test_hidden_keys_cannot_matter(name, impl):
     arguments, hidden = problem(name, "numpy", impl)
     clean = results(arguments, impl)
-    assert all(np.isfinite(x).all() or np.isneginf(x).any() for x in clean)
     assert all(map(same_bits, clean, results(poisoned(arguments, hidden, None), impl)))
     for poison in (NAN, INF, -INF):
         dirty = poisoned(arguments, hidden, poison)

@@ -24,7 +24,7 @@ ROOT = Path(__file__).resolve().parents[1]
 COPIED = ("src", "tests", "tools", "pyproject.toml", "README.md")
 SECONDS = 300  # for the tests of one mutant
 PYTEST = (
-    "-x", "-q", "--no-header", "-p", "no:cacheprovider", "-p", "no:randomly",
+    "-n", "0", "-x", "-q", "--no-header", "-p", "no:cacheprovider", "-p", "no:randomly",
     "-k", "not jax and not strict", "-m", "not models",
 )  # fmt: skip
 

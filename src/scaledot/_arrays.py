@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import sys
 from typing import Any
 
@@ -13,6 +12,7 @@ from scaledot._errors import type_error, value_error
 from scaledot._typing import Array
 
 FLOATS = ("float32", "float64", "float16", "bfloat16")
+_NUMPY_NAMES: dict[Any, str] = {}
 KNOWN = "arrays of NumPy, PyTorch, JAX or array-api-strict"
 
 
@@ -45,15 +45,12 @@ def namespace(x: Array) -> Any:
 
 def dtype_name(x: Array) -> str:
     """Name of the dtype, the same for every library: ``torch.bfloat16`` is ``bfloat16``."""
-    if isinstance(x.dtype, np.dtype):
-        return _numpy_name(x.dtype)
-    return str(x.dtype).rsplit(".", 1)[-1]
-
-
-@functools.lru_cache(maxsize=64)
-def _numpy_name(dtype: Any) -> str:
-    """Name without the byte order, which str would give; NumPy computes it anew each time."""
-    return str(dtype.name)
+    dtype = x.dtype
+    if isinstance(dtype, np.dtype):
+        if dtype not in _NUMPY_NAMES:  # NumPy computes the name anew each time
+            _NUMPY_NAMES[dtype] = str(dtype.name)
+        return _NUMPY_NAMES[dtype]
+    return str(dtype).rsplit(".", 1)[-1]
 
 
 def is_float(x: Array) -> bool:
@@ -155,7 +152,7 @@ def like(query: Array, x: Array, dtype: Any = None) -> Array:
         # No other library knows longdouble and the dtypes of ml_dtypes.
         x = x.astype(np.float64 if x.dtype.itemsize > 4 else np.float32)
     # A copy: PyTorch warns about read-only memory and refuses negative strides.
-    x = np.array(x, order="C", copy=True)
+    x = np.array(x, dtype=x.dtype.newbyteorder("="), order="C", copy=True)
     return xp.asarray(x, dtype=dtype, **device_of(query))
 
 

@@ -204,7 +204,7 @@ def tiles(problem: Problem, *, in_blocks: bool) -> Tiles:
     rows, block_kv = axes[-1][1], min(BLOCK_KV, spec.len_kv)
     run = scores = 0
     for _, part in _parts(problem, axes):
-        blocks = _key_slices(part)
+        blocks = _key_slices(part) if part.spec.len_q else []
         keys = blocks[-1][1] - blocks[0][0] if blocks else 0
         part_heads = math.prod(part.spec.lead) * part.spec.num_heads
         run += len(blocks) * part_heads

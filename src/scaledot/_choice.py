@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import sys
+from dataclasses import fields
 
 from scaledot import _arrays, _blockwise, _reference
 from scaledot._errors import value_error
@@ -64,14 +66,10 @@ def tiles(problem: Problem) -> _blockwise.Tiles:
 def _obstacle(problem: Problem) -> str:
     """Why the kernels cannot do a call; empty where they can."""
     spec, terms = problem.spec, problem.terms
-    arrays = {
-        "query": problem.query, "key": problem.key, "value": problem.value,
-        "mask": terms.mask, "bias": terms.bias, "alibi_slopes": terms.slopes,
-        "segment_ids": terms.q_segment, "block_mask": problem.block_mask,
-    }  # fmt: skip
-    given = {name: x for name, x in arrays.items() if x is not None}
     if spec.library not in ("numpy", "torch"):
         return f"they read NumPy arrays and CPU tensors of PyTorch, these belong to {spec.library}"
+    if os.environ.get("NUMBA_DISABLE_JIT", "0") not in ("", "0"):
+        return "NUMBA_DISABLE_JIT is set"
     if spec.dtype == "float64":
         return "they compute in float32, these are float64"
     if problem.score_mod is not None or problem.mask_mod is not None:
@@ -79,22 +77,32 @@ def _obstacle(problem: Problem) -> str:
     bias = "float32" if terms.bias is None else _arrays.dtype_name(terms.bias)
     if bias not in _arrays.FLOATS:
         return f"they read a bias of {', '.join(_arrays.FLOATS)}, this is {bias}"
+    arrays = [getattr(terms, field.name) for field in fields(terms)]
+    arrays += [problem.query, problem.key, problem.value, problem.block_mask]
+    given = [x for x in arrays if x is not None and _arrays.library(x) == spec.library]
     if spec.library == "torch":
         return _torch_obstacle(given)
-    swapped = [name for name, x in given.items() if not x.dtype.isnative]
-    return f"the bytes of {swapped[0]} are not in this machine's order" if swapped else ""
+    swapped = any(not x.dtype.isnative for x in given)
+    return "the bytes of an array are not in this machine's order" if swapped else ""
 
 
-def _torch_obstacle(given: dict[str, Array]) -> str:
+def _torch_obstacle(given: list[Array]) -> str:
+    """Why tensors cannot be read at their addresses, as numbers of this call alone."""
     torch = sys.modules["torch"]
-    plain = all(type(x) in (torch.Tensor, torch.nn.Parameter) for x in given.values())
-    if torch.compiler.is_compiling() or not plain:
+    traced = (
+        torch.compiler.is_compiling() or torch.jit.is_tracing()
+        or torch._C._len_torch_dispatch_stack() > 0
+    )  # fmt: skip
+    if traced or any(type(x) not in (torch.Tensor, torch.nn.Parameter) for x in given):
         return "the tensors are being traced or are of a subclass"
-    if any(torch._C._functorch.is_functorch_wrapped_tensor(x) for x in given.values()):
+    if any(torch._C._functorch.is_functorch_wrapped_tensor(x) for x in given):
         return "the tensors are being transformed (vmap, grad, jvp)"
-    if any(x.device.type != "cpu" for x in given.values()):
+    if torch.autograd.forward_ad._current_level >= 0:
+        return "forward-mode differentiation is on"
+    if any(x.device.type != "cpu" for x in given):
         return "the tensors are not in the CPU's memory"
-    if torch.is_grad_enabled() and any(x.requires_grad for x in given.values()):
+    if any(x.is_neg() or x._is_zerotensor() for x in given):
+        return "the numbers of a tensor are not those in its memory (lazy negation, zeros)"
+    if torch.is_grad_enabled() and any(x.requires_grad for x in given):
         return "a tensor requires a gradient"
     return ""
-

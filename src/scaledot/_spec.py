@@ -313,7 +313,12 @@ def _per_head(query: Array, name: str, given: Any, spec: Spec) -> Any:
             f"{name} must have the shape (num_heads,) = ({spec.num_heads},)", tuple(x.shape),
             "One number for each query head.",
         )
-    return _expand(_arrays.like(query, x, accumulation(query, spec))[:, None, None], spec.rank)
+    xp, dtype = _arrays.namespace(x), accumulation(query, spec)
+    if _arrays.dtype_name(x) == "float64" and spec.dtype != "float64":
+        # A finite number stays finite, like a bias: only a true -inf takes nothing.
+        bounds = np.finfo(np.float32)
+        x = xp.where(xp.isinf(x), x, xp.clip(x, float(bounds.min), float(bounds.max)))
+    return _expand(_arrays.like(query, x, dtype)[:, None, None], spec.rank)
 
 
 def _integers(query: Array, name: str, given: Any, spec: Spec) -> tuple[Any, Any]:

@@ -98,10 +98,10 @@ def merged(xp: Any, a: State, b: State) -> State:
 def _weighted(xp: Any, state: State, weight: Array) -> Array:
     """Share of a state in the merged out, shape (..., d_v); an empty state's out is not read."""
     empty = (state.lse == -math.inf)[..., None]
+    out = xp.where(empty, xp.zeros_like(state.out), state.out)
+    weight = weight[..., None]
     # A weight that rounds to 0 is still above it: an infinite value must not become nan.
-    least = xp.full_like(weight, xp.finfo(weight.dtype).smallest_normal)
-    weight = xp.where(weight < least, least, weight)
-    return weight[..., None] * xp.where(empty, xp.zeros_like(state.out), state.out)
+    return xp.where((weight == 0) & xp.isinf(out), out, weight * out)
 
 
 def empty_state(xp: Any, shape: tuple[int, ...], d_v: int, dtype: Any, place: Array) -> State:

@@ -111,5 +111,10 @@ def for_each(
         stop()
         raise
     finally:
-        # What runs ends before the memory that it works on goes away.
-        pool.shutdown(wait=True, cancel_futures=True)
+        # What runs ends before the memory that it works on goes away, however often Ctrl-C comes.
+        while True:
+            try:
+                pool.shutdown(wait=True, cancel_futures=True)
+                break
+            except KeyboardInterrupt:
+                stop()

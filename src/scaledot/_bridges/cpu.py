@@ -17,7 +17,7 @@ from scaledot._spec import Problem, Spec
 from scaledot._state import State
 from scaledot._typing import Array
 
-NO_LIMIT = 2**61
+NO_LIMIT = 2**62
 PACKED_BYTES = 24 * 2**20
 """Packed keys and values at one time; more heads are done in several rounds."""
 SMALL = 2**15
@@ -97,13 +97,19 @@ def _run(problem: Problem, out: Any, lse: Any) -> None:
     addresses = {name: x.ctypes.data for name, x in arrays.items()}
     call = _call(problem, width, padded, addresses)
     # 0: on the caller's thread, which is faster than to hand a short call over.
-    num_threads = 0 if len(lse) * spec.len_q * spec.len_kv < SMALL else _threads.get_num_threads()
+    num_threads = 0 if len(lse) * spec.len_q * spec.len_kv < SMALL else _num_threads(spec)
     group = spec.group_size
     for first in range(0, num_key_pairs, at_once):
         count = min(at_once, num_key_pairs - first)
         part = call._replace(first_key_pair=first)
         _share(num_threads, forward.pack, part, count)
         _share(num_threads, forward.attend, part, first * group, count * group)
+
+
+def _num_threads(spec: Spec) -> int:
+    """Threads of a call: not more than there are blocks of queries."""
+    blocks = math.prod(spec.lead) * spec.num_heads * -(-spec.len_q // HOST.block_q)
+    return max(1, min(_threads.get_num_threads(), blocks))
 
 
 def _share(num_threads: int, worker: Any, *arguments: Any) -> None:
@@ -205,7 +211,7 @@ def _blocks(problem: Problem, heads: tuple[int, ...]) -> Any:
     blocks = np.asarray(_arrays.host(problem.block_mask))
     spec = problem.spec
     shape = tuple(-(-n // 128) for n in (spec.len_q, spec.len_kv))
-    return np.broadcast_to(blocks, (*heads, *shape)).reshape(-1, *shape)
+    return np.broadcast_to(blocks, (*heads, *shape))
 
 
 def tiles(problem: Problem) -> Tiles:
@@ -238,7 +244,7 @@ def _bytes(problem: Problem) -> int:
     wide = (1 if problem.sinks is not None else 0) + (1 if spec.dtype != "float32" else 0)
     segments = 0 if problem.terms.q_segment is None else spec.len_q + spec.len_kv
     return (
-        packed + _threads.get_num_threads() * HOST.block_q * per_row
+        packed + _num_threads(spec) * HOST.block_q * per_row
         + 4 * rows * (1 + wide * spec.d_v) + 8 * math.prod(spec.lead) * segments
     )  # fmt: skip
 

@@ -13,7 +13,13 @@ from typing import NamedTuple
 import numpy as np
 
 from scaledot._kernels.jit import inlined, kernel, spliced
-from scaledot._kernels.matmul import accumulate_tiles, score_tile
+from scaledot._kernels.matmul import (
+    accumulate_tiles,
+    score_end,
+    score_more,
+    score_start,
+    score_tile,
+)
 from scaledot._kernels.pack import (
     fetch_add,
     floats,
@@ -39,6 +45,7 @@ from scaledot._kernels.target import HOST
 MR, NR, LANES, PANEL = HOST.mr, HOST.nr, HOST.lanes, HOST.panel
 BLOCK_Q, BLOCK_KV = HOST.block_q, HOST.block_kv
 WIDE = NR * LANES
+DEPTH = 128  # products that are summed in one go: longer sums round worse than BLAS does
 LOG2E = np.float32(math.log2(math.e))
 INF = np.float32(math.inf)
 LOWEST = np.float32(np.finfo(np.float32).min)
@@ -176,6 +183,23 @@ def accumulate(weights, values, width, depth, acc):  # type: ignore[no-untyped-d
 
 
 @inlined
+def products(q, keys, depth, scores, top):  # type: ignore[no-untyped-def]
+    """scores[MR, PANEL] = q[MR, depth] · keys[depth, PANEL]; top is raised to their maxima.
+
+    Long sums are cut: a part is summed from zero, and the parts are added.
+    """
+    if depth <= DEPTH:
+        score_tile(q, depth, keys, PANEL, depth, scores, BLOCK_KV, top)
+        return
+    score_start(q, depth, keys, PANEL, DEPTH, scores, BLOCK_KV, 0)
+    i = DEPTH
+    while i + DEPTH < depth:
+        score_more(q + 4 * i, depth, keys + 4 * i * PANEL, PANEL, DEPTH, scores, BLOCK_KV, 0)
+        i += DEPTH
+    score_end(q + 4 * i, depth, keys + 4 * i * PANEL, PANEL, depth - i, scores, BLOCK_KV, top)
+
+
+@inlined
 def key_range(call, entry, row):  # type: ignore[no-untyped-def]
     """Half-open range of keys that positions and length leave to one query.
 
@@ -275,9 +299,16 @@ def rescale_row(call, scratch, r, x):  # type: ignore[no-untyped-def]
     before = row_max[r]
     if x > before:
         row_max[r] = x
-        if before != -INF:
-            # Not below 2**-126: 0 × inf would lose an infinite value that was seen.
-            a = exp2_scalar(max((before - x) * LOG2E, np.float32(-126)))
+        below = (before - x) * LOG2E
+        if below < np.float32(-126):
+            # Everything before rounds to 0, but an infinite value that was seen stays.
+            row_sum[r] *= np.float32(0)
+            acc = floats(scratch.acc + 4 * r * call.width, call.width)
+            for c in range(call.width):
+                if np.isfinite(acc[c]):
+                    acc[c] = np.float32(0)
+        else:
+            a = exp2_scalar(below)
             row_sum[r] *= a
             row_scale(scratch.acc + 4 * r * call.width, call.width, a)
 
@@ -337,10 +368,9 @@ def attend_tile(call, scratch, pair, key_pair, first_row, rows, low, high, tile,
             left = key_range(call, entry, first_row + r)[0]
             right = key_range(call, entry, first_row + last)[1]
             if left < panel + PANEL and right > panel:
-                score_tile(
-                    scratch.q + 4 * r * depth, depth, keys + 4 * panel * depth, PANEL, depth,
-                    scratch.scores + 4 * (r * BLOCK_KV + panel - tile), BLOCK_KV,
-                    scratch.top + 4 * r * LANES,
+                products(
+                    scratch.q + 4 * r * depth, keys + 4 * panel * depth, depth,
+                    scratch.scores + 4 * (r * BLOCK_KV + panel - tile), scratch.top + 4 * r * LANES,
                 )
     for r in range(0, rows, MR):
         last = min(r + MR, rows) - 1

@@ -33,10 +33,11 @@ def _sums(b: Any, mr: int, nr: int, a: Any, lda: Any, bb: Any, ldb: Any, depth: 
     return simd.loop(b, depth, 1, [simd.const(0.0)] * (mr * nr), body)
 
 
-def make_scores(mr: int, nr: int) -> Any:
-    """Build ``scores(a, lda, b, ldb, depth, c, ldc, top)``: C = A·B.
+def make_scores(mr: int, nr: int, *, add: bool, maxima: bool) -> Any:
+    """Build ``scores(a, lda, b, ldb, depth, c, ldc, top)``: C = A·B, or with ``add`` C += A·B.
 
-    ``top[mr, lanes]`` is raised to the columns' maxima while C is still in registers.
+    With ``maxima``, ``top[mr, lanes]`` is raised to those of the columns while C is still in
+    registers.
     """
 
     @intrinsic
@@ -47,12 +48,15 @@ def make_scores(mr: int, nr: int) -> Any:
             sums = _sums(bd, mr, nr, pa, args[1], pb, args[3], args[4])
             for r in range(mr):
                 row = bd.gep(pc, [bd.mul(args[6], I64(r))])
-                x = simd.load(bd, pt, I64(LANES * r))
+                x = simd.load(bd, pt, I64(LANES * r)) if maxima else None
                 for v in range(nr):
                     s = sums[r * nr + v]
+                    if add:
+                        s = bd.fadd(simd.load(bd, row, I64(LANES * v)), s)
                     simd.store(bd, row, I64(LANES * v), s)
-                    x = simd.maximum(bd, x, s)
-                simd.store(bd, pt, I64(LANES * r), x)
+                    x = simd.maximum(bd, x, s) if maxima else None
+                if maxima:
+                    simd.store(bd, pt, I64(LANES * r), x)
             return cx.get_dummy_value()
 
         return types.void(*ADDRESSES), emit
@@ -60,29 +64,11 @@ def make_scores(mr: int, nr: int) -> Any:
     return scores
 
 
-def make_accumulate(mr: int, nr: int) -> Any:
-    """Build ``accumulate(a, lda, b, ldb, depth, c, ldc, 0)``: C += A·B.
-
-    Each tile is summed from zero and added once, which halves the error.
-    """
-
-    @intrinsic
-    def accumulate(context: Any, a: Any, lda: Any, b: Any, ldb: Any, depth: Any, c: Any,
-                   ldc: Any, unused: Any) -> Any:  # fmt: skip
-        def emit(cx: Any, bd: Any, sig: Any, args: Any) -> Any:
-            pa, pb, pc = (simd.pointer(bd, args[i]) for i in (0, 2, 5))
-            sums = _sums(bd, mr, nr, pa, args[1], pb, args[3], args[4])
-            for r in range(mr):
-                row = bd.gep(pc, [bd.mul(args[6], I64(r))])
-                for v in range(nr):
-                    old = simd.load(bd, row, I64(LANES * v))
-                    simd.store(bd, row, I64(LANES * v), bd.fadd(old, sums[r * nr + v]))
-            return cx.get_dummy_value()
-
-        return types.void(*ADDRESSES), emit
-
-    return accumulate
-
-
-score_tile = make_scores(HOST.mr, HOST.nr)
-accumulate_tiles = tuple(make_accumulate(HOST.mr, n) for n in range(1, HOST.nr + 1))
+score_tile = make_scores(HOST.mr, HOST.nr, add=False, maxima=True)
+score_start = make_scores(HOST.mr, HOST.nr, add=False, maxima=False)
+score_more = make_scores(HOST.mr, HOST.nr, add=True, maxima=False)
+score_end = make_scores(HOST.mr, HOST.nr, add=True, maxima=True)
+# O += P V: each tile is summed from zero and added once, which halves the error.
+accumulate_tiles = tuple(
+    make_scores(HOST.mr, n, add=True, maxima=False) for n in range(1, HOST.nr + 1)
+)

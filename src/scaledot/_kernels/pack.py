@@ -50,9 +50,22 @@ def _from_bfloat16(b: Any, x: Any) -> Any:
     return b.bitcast(wide, ir.FloatType())
 
 
+def _from_float16(b: Any, x: Any) -> Any:
+    """By integers: processors without the instruction would call a function that is not there."""
+    i32, f32 = ir.IntType(32), ir.FloatType()
+    wide = b.zext(x, i32)
+    sign = b.shl(b.and_(wide, i32(0x8000)), i32(16))
+    size = b.shl(b.and_(wide, i32(0x7FFF)), i32(13))
+    # The exponent's bias differs by 112; the product is exact, for subnormal numbers too.
+    number = b.bitcast(b.fmul(b.bitcast(size, f32), f32(2.0**112)), i32)
+    special = b.icmp_unsigned(">=", size, i32(0x7C00 << 13))
+    bits = b.select(special, b.or_(size, i32(0x7F800000)), number)
+    return b.bitcast(b.or_(bits, sign), f32)
+
+
 load_float32 = _loader(ir.FloatType(), types.float32, lambda b, x: x)
 load_float64 = _loader(ir.DoubleType(), types.float64, lambda b, x: x)
-load_float16 = _loader(ir.HalfType(), types.float32, lambda b, x: b.fpext(x, ir.FloatType()))
+load_float16 = _loader(ir.IntType(16), types.float32, _from_float16)
 load_bfloat16 = _loader(ir.IntType(16), types.float32, _from_bfloat16)
 load_int64 = _loader(ir.IntType(64), types.int64, lambda b, x: x)
 load_uint32 = _loader(ir.IntType(32), types.uint32, lambda b, x: x)

@@ -29,9 +29,6 @@ from scaledot.cli._files import (
 )
 from scaledot.cli._progress import Progress
 
-BLOCK = 256
-"""Blocks are multiples of this many queries, so that tiles lie as they would in one call."""
-
 BLOCK_SECONDS = 0.25
 MOST_BLOCKS = 64
 
@@ -163,10 +160,10 @@ def _window(text: str | None) -> tuple[int | None, int | None] | None:
 def _blocks(job: Job, plan: scaledot.Plan, heads: int) -> Iterator[slice]:
     """Cut the queries into blocks that take about `BLOCK_SECONDS` each, from the last one's time.
 
-    A block is a multiple of both `BLOCK` and the plan's tile, and none is shorter (unless there
-    are fewer queries): so a block's tiles are those of one call, and its bits too.
+    A block is a multiple of the plan's tile, and none is shorter (unless there are fewer
+    queries): so a block's tiles are those of one call, and its bits too.
     """
-    unit = math.lcm(BLOCK, max(1, plan.block_q))
+    unit = max(1, plan.block_q)
     fewest = max(1, math.ceil(scaledot.get_num_threads() / max(1, heads)))
     count, start = fewest, 0
     while start < job.len_q:
