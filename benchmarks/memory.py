@@ -3,7 +3,8 @@
     python benchmarks/memory.py [--length 16384] [--write]
 
 Each option runs in a process of its own. The kernel's high-water mark is reset after a warm-up,
-right before the call; the result is not counted. ``--write`` renews results/memory.md.
+right before the call; the result is not counted. ``--write`` renews
+results/memory.md, or results/memory-IMPL.md.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ import scaledot as sd
 
 NUM_HEADS, D = 4, 64
 LIMIT_MIB = 200
-RESULTS = Path(__file__).parent / "results" / "memory.md"
+RESULTS = Path(__file__).parent / "results"
 
 Options = dict[str, Any]
 
@@ -115,7 +116,8 @@ def main() -> None:
         return
     lines = table(arguments.length, arguments.impl)
     if arguments.write:
-        RESULTS.write_text("\n".join(lines) + "\n")
+        name = "memory" if arguments.impl == "auto" else f"memory-{arguments.impl}"
+        (RESULTS / f"{name}.md").write_text("\n".join(lines) + "\n")
 
 
 if __name__ == "__main__":

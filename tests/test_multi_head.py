@@ -130,7 +130,7 @@ def test_options_of_heads(name, rng):
 
 def test_implementation_of_heads(rng):
     arrays = head_arrays(rng, "float64")
-    with pytest.raises(ValueError, match=r"impl='kernels' must be given a call that the kernels can do, got .* float64"):
+    with pytest.raises(ValueError, match=r"impl='kernels' must be given a call .* float64"):
         multi_head_attention(**arrays, num_heads=4, num_kv_heads=2, impl="kernels")
 
 

@@ -252,7 +252,7 @@ def _call_bytes(problem: Problem) -> int:
     spec = problem.spec
     itemsize = 8 if spec.dtype == "float64" else 4
     rows = math.prod(spec.scores_shape[:-1])
-    wide_results = (1 if problem.sinks is not None else 0) + (
+    wide_results = (2 if problem.sinks is not None else 0) + (
         1 if spec.dtype in ("float16", "bfloat16") or spec.library != "numpy" else 0
     )
     return 8 * 4 * (spec.len_q + spec.len_kv) + rows * itemsize * (1 + wide_results * spec.d_v)

@@ -97,11 +97,14 @@ def merged(xp: Any, a: State, b: State) -> State:
 
 def _weighted(xp: Any, state: State, weight: Array) -> Array:
     """Share of a state in the merged out, shape (..., d_v); an empty state's out is not read."""
-    empty = (state.lse == -math.inf)[..., None]
-    out = xp.where(empty, xp.zeros_like(state.out), state.out)
-    weight = weight[..., None]
-    # A weight that rounds to 0 is still above it: an infinite value must not become nan.
-    return xp.where((weight == 0) & xp.isinf(out), out, weight * out)
+    empty, out, weight = (state.lse == -math.inf)[..., None], state.out, weight[..., None]
+    if _arrays.may_hold(xp.any(empty)):
+        out = xp.where(empty, xp.zeros_like(weight), out)
+    share = weight * out
+    if _arrays.may_hold(xp.any(weight == 0)):
+        # A weight that rounds to 0 is still above it: an infinite value must not become nan.
+        share = xp.where((weight == 0) & xp.isinf(out), out, share)
+    return share
 
 
 def empty_state(xp: Any, shape: tuple[int, ...], d_v: int, dtype: Any, place: Array) -> State:

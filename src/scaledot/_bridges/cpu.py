@@ -241,7 +241,7 @@ def _bytes(problem: Problem) -> int:
     packed = at_once * padded * (4 * (max(1, spec.d_k) + width) + 1)
     per_row = 4 * (max(1, spec.d_k) + HOST.block_kv + width + HOST.lanes + 2)
     rows = math.prod(spec.scores_shape[:-1])
-    wide = (1 if problem.sinks is not None else 0) + (1 if spec.dtype != "float32" else 0)
+    wide = (2 if problem.sinks is not None else 0) + (1 if spec.dtype != "float32" else 0)
     segments = 0 if problem.terms.q_segment is None else spec.len_q + spec.len_kv
     return (
         packed + _num_threads(spec) * HOST.block_q * per_row
