@@ -128,7 +128,7 @@ def test_memory_without_kernels(monkeypatch):
     monkeypatch.setattr(lessons._memory, "explain", explain)
     result = lessons.memory()
     assert result.kernels_predicted == (None, None, None)
-    assert [row[3] for row in result.tables()[1].rows] == ["not in this version"] * 3
+    assert [row[3] for row in result.tables()[1].rows] == ["not here"] * 3
 
 
 def test_memory_with_kernels(monkeypatch, results):

@@ -16,7 +16,7 @@ from scaledot._typing import Array, Impl
 from scaledot.lessons._measure import extra_memory
 from scaledot.lessons._page import Table
 
-_ABSENT = "not in this version"
+_ABSENT = "not here"
 
 
 @dataclass(frozen=True)
@@ -31,8 +31,8 @@ class Memory:
         "n tokens have n × n scores, so eight times the length takes 64 times the memory. Softmax "
         "can be computed tile by tile: each tile leaves a partial result and the log of its sum, "
         "and two such results merge into one. The answer is the same. What it takes is a tile and "
-        "its copies for each thread: more than the matrix of a short input, and no more for a "
-        "long one."
+        "its copies: more than the matrix of a short input, and no more for a long one. The "
+        "kernels also hold keys and values once more, in the order in which they read them."
     )
     num_threads: int
     d_k: int
@@ -63,7 +63,7 @@ class Memory:
         )
         return (
             Table(("n", "scores", "full matrix, bytes"), matrix, f"float64, d_k = {self.d_k}"),
-            Table(("n", "blockwise, measured", "predicted", "kernels, predicted"), extra, caption),
+            Table(("n", "blockwise, measured", "predicted", "kernels in float32"), extra, caption),
         )
 
     def plot(self, ax: plot.Axes | None = None) -> plot.Axes:
@@ -75,7 +75,7 @@ class Memory:
         }
         known = tuple(size for size in self.kernels_predicted if size is not None)
         if len(known) == len(self.lengths):
-            curves["kernels, predicted"] = known
+            curves["kernels in float32, predicted"] = known
         return plot.curves(
             self.lengths, curves, x_label="n, tokens", y_label="bytes",
             title="Memory for one head in float64", ax=ax,
@@ -90,7 +90,7 @@ def memory() -> Memory:
     Memory
         For n = 3, 512 and 4096 tokens in one head, 64 wide, in float64: the matrix of scores,
         the extra memory of ``impl="blockwise"`` as measured and as `scaledot.explain` predicts,
-        and what it predicts for ``impl="kernels"``.
+        and what it predicts for ``impl="kernels"``, which computes in float32.
 
     Notes
     -----
@@ -110,7 +110,8 @@ def memory() -> Memory:
         run = functools.partial(attention, query, key, value, impl="blockwise")
         measured.append(extra_memory(run)[1])
         blockwise.append(explain(query, key, value, impl="blockwise").peak_extra_memory)
-        kernels.append(_predicted(query, key, value, "kernels"))
+        single = [x.astype(np.float32) for x in (query, key, value)]  # what kernels compute in
+        kernels.append(_predicted(single[0], single[1], single[2], "kernels"))
     return Memory(
         num_threads=get_num_threads(),
         d_k=d_k,
