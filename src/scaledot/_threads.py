@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 import os
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from typing import TypeVar
 
 from scaledot._errors import type_error, value_error
@@ -104,17 +104,18 @@ def for_each(
     run to end early.
     """
     pool = ThreadPoolExecutor(len(items))
+    futures = [pool.submit(function, item) for item in items]
+    pool.shutdown(wait=False)
     try:
-        for future in [pool.submit(function, item) for item in items]:
+        for future in futures:
             future.result()
     except BaseException:
-        stop()
-        raise
-    finally:
-        # What runs ends before the memory that it works on goes away, however often Ctrl-C comes.
-        while True:
+        # Ctrl-C may come again and again; and to wait for threads by joining them, which it
+        # interrupts, would take those that still run for ended (CPython before 3.13).
+        while not all(future.done() for future in futures):
             try:
-                pool.shutdown(wait=True, cancel_futures=True)
-                break
-            except KeyboardInterrupt:
                 stop()
+                wait(futures)
+            except KeyboardInterrupt:
+                continue
+        raise

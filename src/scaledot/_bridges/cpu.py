@@ -102,8 +102,8 @@ def _run(problem: Problem, out: Any, lse: Any) -> None:
     for first in range(0, num_key_pairs, at_once):
         count = min(at_once, num_key_pairs - first)
         part = call._replace(first_key_pair=first)
-        _share(num_threads, forward.pack, part, count)
-        _share(num_threads, forward.attend, part, first * group, count * group)
+        _share(num_threads, (problem, arrays), forward.pack, part, count)
+        _share(num_threads, (problem, arrays), forward.attend, part, first * group, count * group)
 
 
 def _num_threads(spec: Spec) -> int:
@@ -112,8 +112,12 @@ def _num_threads(spec: Spec) -> int:
     return max(1, min(_threads.get_num_threads(), blocks))
 
 
-def _share(num_threads: int, worker: Any, *arguments: Any) -> None:
-    """Run a worker on several threads, which take their tasks from one counter."""
+def _share(num_threads: int, memory: Any, worker: Any, *arguments: Any) -> None:
+    """Run a worker on several threads, which take their tasks from one counter.
+
+    ``memory`` is what the addresses among the arguments point into: each thread holds it until
+    it ends, whatever becomes of the caller.
+    """
     counter = np.zeros(1, dtype=np.int64)
     if num_threads == 0:
         worker(*arguments, counter.ctypes.data)
@@ -122,9 +126,10 @@ def _share(num_threads: int, worker: Any, *arguments: Any) -> None:
     def stop() -> None:
         counter[0] = NO_LIMIT  # workers end after the block of queries that they are at
 
-    _threads.for_each(
-        lambda _: worker(*arguments, counter.ctypes.data), range(num_threads), stop
-    )
+    def work(held: Any) -> None:
+        worker(*arguments, held[0].ctypes.data)
+
+    _threads.for_each(work, [(counter, memory)] * num_threads, stop)
 
 
 def _call(problem: Problem, width: int, padded: int, addresses: dict[str, int]) -> forward.Call:

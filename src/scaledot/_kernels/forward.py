@@ -45,7 +45,7 @@ from scaledot._kernels.target import HOST
 MR, NR, LANES, PANEL = HOST.mr, HOST.nr, HOST.lanes, HOST.panel
 BLOCK_Q, BLOCK_KV = HOST.block_q, HOST.block_kv
 WIDE = NR * LANES
-DEPTH = 128  # products that are summed in one go: longer sums round worse than BLAS does
+DEPTH = 64  # products that are summed in one go: longer sums round worse than BLAS does
 LOG2E = np.float32(math.log2(math.e))
 INF = np.float32(math.inf)
 LOWEST = np.float32(np.finfo(np.float32).min)

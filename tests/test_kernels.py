@@ -1,0 +1,146 @@
+"""What can go wrong with compiled kernels alone: memory, signals, tensors that are not numbers."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+
+import numpy as np
+import pytest
+
+import naive
+import scaledot as sd
+import textbook
+from compare import EPS
+
+
+def arrays(rng, len_q=20, len_kv=30, d_k=8, d_v=5, num_heads=2):
+    shapes = (len_q, d_k), (len_kv, d_k), (len_kv, d_v)
+    return [rng.standard_normal((num_heads, *shape)).astype(np.float32) for shape in shapes]
+
+
+@pytest.mark.parametrize("d_k", [64, 127, 128, 129, 256, 401, 512])
+@pytest.mark.parametrize("len_kv", [6, 40])
+def test_long_sums_over_few_keys_keep_the_rule(d_k, len_kv):
+    """In the median of some draws: the largest of so few errors varies by more than the rule.
+
+    One sum over 512 products, without a cut, would round five times as much as BLAS's does.
+    """
+    errors = []
+    for seed in range(9):
+        query, key, value = (3 * x for x in arrays(np.random.default_rng(seed), 20, len_kv, d_k))
+        out, _, weights = naive.attention(query, key, value)
+        yardstick, _ = textbook.attention(query, key, value, weights > 0)
+        got = sd.attention(query, key, value, impl="kernels")
+        floor = EPS["float32"] * np.sqrt(len_kv) * np.abs(out).max()
+        errors.append([np.abs(got - out).max(), 2 * np.abs(yardstick - out).max() + floor])
+    error, allowed = np.median(errors, axis=0)
+    assert error <= allowed
+
+
+def test_a_key_whose_weight_rounds_to_0_adds_nothing(impl):
+    """Also where its value is huge, and another tile holds it."""
+    query, key, value = np.ones((1, 1), "f"), np.zeros((600, 1), "f"), np.zeros((600, 1), "f")
+    key[-1], value[0], value[-1] = 1000, 3e38, 1
+    assert sd.attention(query, key, value, impl=impl) == 1
+    value[0] = np.inf  # its weight is above 0 all the same
+    assert sd.attention(query, key, value, impl=impl) == np.inf
+
+
+def test_a_block_mask_over_no_keys(rng, impl):
+    query, key, value = arrays(rng, len_kv=0)
+    out = sd.attention(query, key, value, block_mask=np.ones((1, 0), bool), impl=impl)
+    assert (out == 0).all()
+
+
+@pytest.mark.parametrize("signs", [(1, -1), (-1, 1)])
+def test_no_limit_is_no_window_however_far_the_positions(rng, impl, signs):
+    query, key, value = arrays(rng)
+    q_offset, kv_offset = (sign * 2**60 for sign in signs)
+    moved = sd.attention(query, key, value, q_offset=q_offset, kv_offset=kv_offset, impl=impl)
+    assert moved.tobytes() == sd.attention(query, key, value, impl=impl).tobytes()
+
+
+class TestTensors:
+    """Tensors whose numbers are not simply those at their addresses run by blockwise."""
+
+    torch = pytest.importorskip("torch")
+
+    @pytest.fixture
+    def qkv(self, rng):
+        return [self.torch.from_numpy(x) for x in arrays(rng)]
+
+    def test_lazy_negation(self, qkv):
+        query, key, value = qkv
+        lazy = self.torch.complex(query, -query).conj().imag
+        assert lazy.is_neg()
+        assert self.torch.equal(lazy, query)
+        got = sd.attention(lazy, key, value)
+        self.torch.testing.assert_close(got, sd.attention(query, key, value))
+
+    @pytest.mark.parametrize("option", ["kv_len", "q_offset", "seed"])
+    def test_vmap_over_an_option(self, qkv, option):
+        values = self.torch.tensor([2, 5])
+        others = {"kv_len": {"q_offset": 0}, "seed": {"dropout": 0.5}}.get(option, {"causal": True})
+
+        def call(x):
+            return sd.attention(*qkv, **others, **{option: x})
+
+        each = self.torch.stack([call(x) for x in values])
+        self.torch.testing.assert_close(self.torch.vmap(call)(values), each)
+
+    # PyTorch's own decompositions, which forward mode loads, are written with it.
+    @pytest.mark.filterwarnings("ignore:`torch.jit.script. is deprecated:DeprecationWarning")
+    def test_forward_mode(self, qkv):
+        query, key, value = qkv
+        forward_ad = self.torch.autograd.forward_ad
+        with forward_ad.dual_level():
+            dual = forward_ad.make_dual(query, query)
+            tangent = forward_ad.unpack_dual(sd.attention(dual, key, value)).tangent
+        _, expected = self.torch.func.jvp(
+            lambda x: sd.attention(x, key, value), (query,), (query,)
+        )
+        self.torch.testing.assert_close(tangent, expected)
+
+    def test_a_trace_is_no_constant(self, qkv):
+        from torch.fx.experimental.proxy_tensor import make_fx
+
+        query, key, value = qkv
+        traced = make_fx(lambda x: sd.attention(x, key, value))(query)
+        expected = sd.attention(2 * query, key, value)
+        self.torch.testing.assert_close(traced(2 * query), expected)
+
+
+INTERRUPTED = """
+import sys, threading, numpy as np, scaledot as sd
+sd.set_num_threads(2)
+small = np.ones((1, 64, 8), "f")
+expected = sd.attention(small, small, small, impl="kernels")
+query, key = np.zeros((1, 4000, 64), "f"), np.zeros((1, 200_000, 64), "f")
+print("go", flush=True)
+try:
+    sd.attention(query, key, key, impl="kernels")
+except KeyboardInterrupt:
+    again = sd.attention(small, small, small, impl="kernels")
+    sys.exit(0 if (again == expected).all() else 3)
+sys.exit(4)
+"""
+
+
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_ctrl_c_however_often(count):
+    """Workers end before the memory goes, and the process goes on working."""
+    process = subprocess.Popen(
+        [sys.executable, "-X", "faulthandler", "-c", INTERRUPTED], text=True,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=dict(os.environ),
+    )  # fmt: skip
+    assert process.stdout.readline() == "go\n"
+    pause = threading.Event()
+    for number in range(count):
+        pause.wait(0.01 if number else 0.5)
+        process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=60)
+    # A later signal may arrive when the first has been dealt with: that is Ctrl-C, not a crash.
+    assert process.returncode in ((0,) if count == 1 else (0, 1, -signal.SIGINT)), errors
+    assert "Segmentation" not in errors
