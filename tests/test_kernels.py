@@ -117,7 +117,7 @@ import sys, threading, numpy as np, scaledot as sd
 sd.set_num_threads(2)
 small = np.ones((1, 64, 8), "f")
 expected = sd.attention(small, small, small, impl="kernels")
-query, key = np.zeros((1, 4000, 64), "f"), np.zeros((1, 200_000, 64), "f")
+query, key = np.zeros((1, 40_000, 64), "f"), np.zeros((1, 200_000, 64), "f")
 print("go", flush=True)
 try:
     sd.attention(query, key, key, impl="kernels")
