@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import threading
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -131,16 +132,17 @@ sys.exit(4)
 @pytest.mark.parametrize("count", [1, 2, 3])
 def test_ctrl_c_however_often(count):
     """Workers end before the memory goes, and the process goes on working."""
-    process = subprocess.Popen(
+    source = str(Path(sd.__file__).parents[1])
+    with subprocess.Popen(
         [sys.executable, "-X", "faulthandler", "-c", INTERRUPTED], text=True,
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=dict(os.environ),
-    )  # fmt: skip
-    assert process.stdout.readline() == "go\n"
-    pause = threading.Event()
-    for number in range(count):
-        pause.wait(0.01 if number else 0.5)
-        process.send_signal(signal.SIGINT)
-    _, errors = process.communicate(timeout=60)
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, env={**os.environ, "PYTHONPATH": source},
+    ) as process:  # fmt: skip
+        assert process.stdout.readline() == "go\n"
+        pause = threading.Event()
+        for number in range(count):
+            pause.wait(0.01 if number else 0.5)
+            process.send_signal(signal.SIGINT)
+        _, errors = process.communicate(timeout=60)
     # A later signal may arrive when the first has been dealt with: that is Ctrl-C, not a crash.
     assert process.returncode in ((0,) if count == 1 else (0, 1, -signal.SIGINT)), errors
     assert "Segmentation" not in errors
