@@ -94,7 +94,7 @@ def check(arguments, truth, dtype, impl, *, only_out=False):
 
     state_dtype = "float64" if dtype == "float64" else "float32"
     shaping = {n: x for n, x in arguments.items() if n not in ("value", "dropout", "seed")}
-    got_weights = sd.attention_weights(**shaping, impl=weights_by(impl))
+    got_weights = sd.attention_weights(**shaping, impl=impl)
     assert str(got_weights.dtype).endswith(state_dtype)
     score_error = score_floor(lse, state_dtype)
     assert_close(got_weights, weights, weights * (1 + score_error), eps=EPS[state_dtype],
@@ -113,11 +113,6 @@ def check(arguments, truth, dtype, impl, *, only_out=False):
         assert_close(state.lse, lse, yardstick_lse, eps=EPS[dtype], len_kv=len_kv)
     else:
         assert_close(state.lse, lse, lse * (1 + score_error), eps=EPS["float32"], len_kv=len_kv)
-
-
-def weights_by(impl):
-    """The implementation of the weights: kernels hold none."""
-    return "auto" if impl == "kernels" else impl
 
 
 def score_floor(lse, dtype):
@@ -180,7 +175,7 @@ def test_weights_of_rows(xp, impl):
         weights = combination_truth(index)[2]
         shaping = {n: x for n, x in arguments.items() if n not in ("value", "dropout", "seed")}
         for rows in ([4, 0, -2], [], np.arange(5)):
-            got = sd.attention_weights(**shaping, rows=rows, impl=weights_by(impl))
+            got = sd.attention_weights(**shaping, rows=rows, impl=impl)
             truth = weights[..., np.asarray(rows, dtype=int), :]
             floor = score_floor(combination_truth(index)[1], "float32")
             assert_close(got, truth, truth * (1 + floor), eps=EPS["float32"], len_kv=9)

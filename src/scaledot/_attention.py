@@ -143,7 +143,7 @@ def attention(
             score_mod, mask_mod, block_mask, dropout, seed, q_offset, kv_offset, impl,
         ),
     )
-    state = _choice.run(problem)
+    state = _choice.run(problem, rounded=problem.sinks is None)
     xp = _arrays.namespace(query)
     with _arrays.quiet(xp):
         if problem.sinks is not None:
@@ -303,14 +303,7 @@ def attention_weights(
         ),
         rows=index,
     )
-    name, _ = _choice.choose(problem)
-    if impl == "kernels":
-        raise value_error(
-            "impl of attention_weights must be 'auto', 'blockwise' or 'dense'", "impl='kernels'",
-            "The kernels never hold weights; 'auto' takes 'blockwise'.",
-        )
-    weights = _reference.dense_weights if name == "dense" else _blockwise.blockwise_weights
-    result = weights(problem)
+    result = _choice.weights(problem)
     return cast(ArrayT, result[0, ...] if problem.spec.matrix else result)
 
 

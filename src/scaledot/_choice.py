@@ -12,10 +12,6 @@ from scaledot._spec import Problem
 from scaledot._state import State
 from scaledot._typing import Array
 
-FEW = 16
-"""Queries of all heads of a group below which packing its keys costs more than it saves."""
-
-
 def choose(problem: Problem) -> tuple[str, str]:
     """Return the implementation's name and the reason.
 
@@ -25,7 +21,7 @@ def choose(problem: Problem) -> tuple[str, str]:
     impl = problem.spec.impl
     if impl in ("dense", "blockwise"):
         return impl, "asked for by name"
-    obstacle = _obstacle(problem)
+    obstacle = _obstacle(problem) or _mod_obstacle(problem)
     if impl == "kernels":
         if obstacle:
             raise value_error(
@@ -36,13 +32,14 @@ def choose(problem: Problem) -> tuple[str, str]:
         return impl, "asked for by name"
     if obstacle:
         return "blockwise", f"auto: no kernels, {obstacle}"
-    if problem.spec.group_size * problem.spec.len_q < FEW:
-        return "blockwise", "auto: too few queries for each key to be worth packing the keys"
     return "kernels", "auto: compiled kernels, linear memory"
 
 
-def run(problem: Problem) -> State:
-    """Attention without sinks by the chosen implementation."""
+def run(problem: Problem, *, rounded: bool = False) -> State:
+    """Attention without sinks by the chosen implementation.
+
+    With ``rounded`` only ``out`` is wanted, in query's dtype: kernels round it themselves.
+    """
     name, _ = choose(problem)
     if name == "dense":
         return _reference.dense(problem)
@@ -50,7 +47,29 @@ def run(problem: Problem) -> State:
         return _blockwise.blockwise(problem)
     from scaledot._bridges import cpu  # loads Numba
 
-    return cpu.run(problem)
+    try:
+        return cpu.run(problem, rounded=rounded)
+    except cpu.ModError:
+        if problem.spec.impl == "kernels":
+            raise
+        return _blockwise.blockwise(problem)  # shows the error that the function raises
+
+
+def weights(problem: Problem) -> Array:
+    """Weights of all queries of a problem by the chosen implementation."""
+    name, _ = choose(problem)
+    if name == "dense":
+        return _reference.dense_weights(problem)
+    if name == "blockwise":
+        return _blockwise.blockwise_weights(problem)
+    from scaledot._bridges import cpu
+
+    try:
+        return cpu.weigh(problem)
+    except cpu.ModError:
+        if problem.spec.impl == "kernels":
+            raise
+        return _blockwise.blockwise_weights(problem)
 
 
 def tiles(problem: Problem) -> _blockwise.Tiles:
@@ -66,14 +85,8 @@ def tiles(problem: Problem) -> _blockwise.Tiles:
 def _obstacle(problem: Problem) -> str:
     """Why the kernels cannot do a call; empty where they can."""
     spec, terms = problem.spec, problem.terms
-    if spec.library not in ("numpy", "torch"):
-        return f"they read NumPy arrays and CPU tensors of PyTorch, these belong to {spec.library}"
     if os.environ.get("NUMBA_DISABLE_JIT", "0") not in ("", "0"):
         return "NUMBA_DISABLE_JIT is set"
-    if spec.dtype == "float64":
-        return "they compute in float32, these are float64"
-    if problem.score_mod is not None or problem.mask_mod is not None:
-        return "score_mod and mask_mod are called on arrays"
     bias = "float32" if terms.bias is None else _arrays.dtype_name(terms.bias)
     if bias not in _arrays.FLOATS:
         return f"they read a bias of {', '.join(_arrays.FLOATS)}, this is {bias}"
@@ -82,8 +95,21 @@ def _obstacle(problem: Problem) -> str:
     given = [x for x in arrays if x is not None and _arrays.library(x) == spec.library]
     if spec.library == "torch":
         return _torch_obstacle(given)
+    if spec.library == "jax":
+        return _jax_obstacle(given)
+    if spec.library != "numpy":
+        return f"they read arrays of NumPy, PyTorch and JAX, these belong to {spec.library}"
     swapped = any(not x.dtype.isnative for x in given)
     return "the bytes of an array are not in this machine's order" if swapped else ""
+
+
+def _mod_obstacle(problem: Problem) -> str:
+    """Why a user's function cannot be compiled."""
+    if problem.score_mod is None and problem.mask_mod is None:
+        return ""
+    from scaledot._bridges import cpu
+
+    return cpu.mod_obstacle(problem)
 
 
 def _torch_obstacle(given: list[Array]) -> str:
@@ -105,4 +131,16 @@ def _torch_obstacle(given: list[Array]) -> str:
         return "the numbers of a tensor are not those in its memory (lazy negation, zeros)"
     if torch.is_grad_enabled() and any(x.requires_grad for x in given):
         return "a tensor requires a gradient"
+    return ""
+
+
+def _jax_obstacle(given: list[Array]) -> str:
+    """Why JAX arrays cannot be read in the CPU's memory."""
+    jax = sys.modules["jax"]
+    if any(isinstance(x, jax.core.Tracer) for x in given):
+        return "the arrays are being traced or transformed (jit, grad, vmap)"
+    if any(d.platform != "cpu" for x in given for d in x.devices()):
+        return "the arrays are not in the CPU's memory"
+    if any(len(x.devices()) > 1 for x in given):
+        return "an array is spread over several devices"
     return ""

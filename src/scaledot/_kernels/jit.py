@@ -1,75 +1,179 @@
-"""The one JIT decorator of the kernels, and where compiled kernels are kept."""
+"""How kernels are compiled, and where compiled kernels are kept."""
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
+import pickle
 import sys
+import tempfile
+import threading
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import llvmlite
 import numba
 import numba.extending
+from numba.core import registry, types
+from numba.core.codegen import CPUCodeLibrary, JITCPUCodegen
+from numba.core.compiler_lock import global_compiler_lock
+from numba.core.runtime import rtsys
 
 from scaledot._kernels.target import HOST
 
 VARIABLE = "SCALEDOT_CACHE_DIR"
+SIGNATURE = types.int64(types.int64, types.int64, types.int64)
 
 
 def _cache_folder() -> Path:
     """Folder of this version of the kernels on this processor.
 
-    Numba's own key knows a function's file but not the IR that its intrinsics emit, nor the
-    shapes of the target: the folder's name holds a hash of all of them.
+    The folder's name holds a hash of all that machine code depends on: the sources, among them
+    the code that emits IR, the shapes of the target, and the compiler.
     """
     digest = hashlib.sha256()
     for source in sorted(Path(__file__).parent.glob("*.py")):
         digest.update(source.read_bytes())
-    digest.update(repr((HOST, numba.__version__, llvmlite.__version__, sys.version)).encode())
+    codegen = registry.cpu_target.target_context.codegen().magic_tuple()
+    digest.update(repr((HOST, codegen, numba.__version__, llvmlite.__version__)).encode())
+    digest.update(sys.version.encode())
     root = os.environ.get(VARIABLE)
     base = Path(root) if root else Path.home() / ".cache" / "scaledot" / "kernels"
     return base / digest.hexdigest()[:24]
 
 
-def _usable_cache() -> str | None:
+_lock = threading.RLock()
+_warned = False
+
+
+def _warn(problem: object) -> None:
+    global _warned
+    if not _warned:
+        _warned = True
+        warnings.warn(
+            f"compiled kernels cannot be kept, each process compiles them anew ({problem}); "
+            f"set {VARIABLE} to a writable folder",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+
+
+@contextlib.contextmanager
+def _pieces_as_they_are(entry: str) -> Iterator[None]:
+    """While an entry point is compiled, optimise it once, whole, and nothing before.
+
+    Numba optimises each function and makes machine code of it, then links it into its caller and
+    optimises that: a piece six calls deep is compiled six times, which took most of the time.
+    """
+    optimize = CPUCodeLibrary._optimize_final_module
+    finalize = CPUCodeLibrary._finalize_final_module
+    set_env = JITCPUCodegen.set_env
+
+    def optimize_entry(library: Any) -> None:
+        if library.name == entry:
+            optimize(library)
+
+    def finalize_entry(library: Any) -> None:
+        if library.name == entry:
+            finalize(library)
+        else:
+            library._finalize_dynamic_globals()
+            library._finalized = True
+
+    CPUCodeLibrary._optimize_final_module = optimize_entry
+    CPUCodeLibrary._finalize_final_module = finalize_entry
+    JITCPUCodegen.set_env = lambda *_: None  # of exceptions, which kernels do not raise
     try:
-        folder = _cache_folder()
-        folder.mkdir(parents=True, exist_ok=True)
-        if os.access(folder, os.W_OK):
-            return str(folder)
-        problem = f"{folder} is not writable"
-    except (OSError, RuntimeError) as error:
-        problem = str(error)
-    warnings.warn(
-        f"compiled kernels cannot be kept, each process compiles them anew ({problem}); "
-        f"set {VARIABLE} to a writable folder",
-        RuntimeWarning,
-        stacklevel=2,
-    )
-    return None
-
-
-_CACHE = _usable_cache()
-
-
-def kernel(function: Callable[..., Any]) -> Any:
-    """Compile an entry point: without the GIL, without fast-math, kept on disk."""
-    # Numba asks for its folder when the decorator runs, and only through its configuration.
-    before = numba.config.CACHE_DIR  # type: ignore[attr-defined]
-    numba.config.CACHE_DIR = _CACHE or before  # type: ignore[attr-defined]
-    try:
-        return numba.njit(nogil=True, cache=_CACHE is not None, error_model="numpy")(function)
+        yield
     finally:
-        numba.config.CACHE_DIR = before  # type: ignore[attr-defined]
+        JITCPUCodegen.set_env = set_env
+        CPUCodeLibrary._optimize_final_module = optimize
+        CPUCodeLibrary._finalize_final_module = finalize
+
+
+class Kernel:
+    """A function ``(call, worker, budget) -> status`` of int64, compiled at its first use.
+
+    Its machine code is kept on disk. Whatever is wrong there costs a compilation, never a result:
+    files are written whole under another name first, and carry a checksum.
+    """
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self.function = function
+        self.name = f"{function.__module__.rpartition('.')[2]}.{function.__name__}"
+        self._address = 0
+        self._library: Any = None
+
+    @property
+    def address(self) -> int:
+        """Address of the native function; compiles or loads it."""
+        if not self._address:
+            with _lock:
+                if not self._address:
+                    self._address = self._loaded() or self._compiled()
+        return self._address
+
+    def _file(self) -> Path:
+        return _cache_folder() / f"{self.name}.bin"
+
+    def _loaded(self) -> int:
+        """Address of the function from disk; 0 where there is none, or none that is sound."""
+        try:
+            data = self._file().read_bytes()
+            digest, content = data[:32], data[32:]
+            if hashlib.sha256(content).digest() != digest:
+                return 0
+            symbol, state = pickle.loads(content)  # noqa: S301 (the user's own cache)
+        except (OSError, RuntimeError, ValueError, EOFError, pickle.UnpicklingError):
+            return 0
+        context = registry.cpu_target.target_context
+        rtsys.initialize(context)
+        self._library = context.codegen().unserialize_library(state)
+        return int(self._library.get_pointer_to_function(symbol))
+
+    def _compiled(self) -> int:
+        with global_compiler_lock, _pieces_as_they_are(self.function.__name__):
+            compiled = numba.cfunc(SIGNATURE, error_model="numpy")(self.function)
+        self._library = compiled._library
+        self._save(compiled._wrapper_name)
+        return int(compiled.address)
+
+    def _save(self, symbol: str) -> None:
+        content = pickle.dumps((symbol, self._library.serialize_using_object_code()))
+        temporary = None
+        try:
+            target = self._file()
+            target.parent.mkdir(parents=True, exist_ok=True)
+            handle, temporary = tempfile.mkstemp(dir=target.parent)
+            with os.fdopen(handle, "wb") as file:
+                file.write(hashlib.sha256(content).digest() + content)
+            os.replace(temporary, target)
+            temporary = None
+        except (OSError, RuntimeError) as error:  # no home, no permission, a full disk
+            _warn(error)
+        finally:
+            if temporary is not None:
+                Path(temporary).unlink(missing_ok=True)
+
+
+def kernel(function: Callable[..., Any]) -> Kernel:
+    """Make an entry point: run without the GIL, without fast-math, kept on disk."""
+    return Kernel(function)
 
 
 def inlined(function: Callable[..., Any]) -> Any:
     """Compile a piece of a kernel into its callers, without entries of its own."""
     options: dict[str, Any] = {"no_cpython_wrapper": True, "no_cfunc_wrapper": True}
     return numba.njit(nogil=True, error_model="numpy", forceinline=True, **options)(function)
+
+
+def separate(function: Callable[..., Any]) -> Any:
+    """Compile a piece of a kernel as a function of its own, which several callers share."""
+    options: dict[str, Any] = {"no_cpython_wrapper": True, "no_cfunc_wrapper": True}
+    return numba.njit(nogil=True, error_model="numpy", **options)(function)
 
 
 def spliced(function: Callable[..., Any]) -> Any:

@@ -1,74 +1,122 @@
 """The micro-kernel: ``C[mr, nr vectors] += A[mr, depth] · B[depth, nr vectors]``.
 
-Straight-line IR with all sums in registers, carried around the loop over depth.
+Straight-line IR with all sums in registers, carried around the loop over depth. Each tile is
+summed from zero and then added once, which halves the error of one long sum.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
+from llvmlite import ir
 from numba.core import types
 
 from scaledot._kernels import simd
 from scaledot._kernels.jit import intrinsic
-from scaledot._kernels.simd import I64, LANES
+from scaledot._kernels.kinds import is_pairs, vectors
+from scaledot._kernels.simd import I32, I64, Vectors
 from scaledot._kernels.target import HOST
 
-ADDRESSES = (types.intp,) * 8
+STRIDES = (types.intp,) * 9
 
 
-def _sums(b: Any, mr: int, nr: int, a: Any, lda: Any, bb: Any, ldb: Any, depth: Any) -> list[Any]:
-    """Emit the loop over depth; return the mr·nr vectors of sums."""
+def _sums(
+    b: Any, v: Vectors, mr: int, nr: int, pairs: bool,
+    a: Any, lda: Any, step: Any, bb: Any, ldb: Any, depth: Any,
+) -> list[Any]:  # fmt: skip
+    """Emit the loop over depth; return the mr·nr vectors of sums.
+
+    With ``pairs`` an element is a pair of bfloat16 and a product is the sum of two.
+    """
+    element = I32 if pairs else v.scalar
+    a, bb = (simd.pointer(b, x, element) for x in (a, bb))
     rows = [b.gep(a, [b.mul(lda, I64(r))]) for r in range(mr)]
 
+    def add(x: Any, y: Any, total: Any) -> Any:
+        if not pairs:
+            return v.fma(b, x, y, total)
+        bits = 32 * v.lanes
+        halves = ir.VectorType(simd.BF16, 2 * v.lanes)
+        x, y = b.bitcast(x, halves), b.bitcast(y, halves)
+        return simd.call(b, f"llvm.x86.avx512bf16.dpbf16ps.{bits}", v.vector, total, x, y)
+
     def body(i: Any, sums: list[Any]) -> list[Any]:
-        line = b.gep(bb, [b.mul(i, ldb)])
-        columns = [simd.load(b, line, I64(LANES * c)) for c in range(nr)]
+        line, place = b.gep(bb, [b.mul(i, ldb)]), b.mul(i, step)
+        columns = [v.load(b, line, I64(v.lanes * c), element) for c in range(nr)]
         new = []
         for r in range(mr):
-            x = simd.splat(b, b.load(b.gep(rows[r], [i])))
-            new += [simd.fma(b, x, columns[c], sums[r * nr + c]) for c in range(nr)]
+            x = v.splat(b, b.load(b.gep(rows[r], [place])))
+            new += [add(x, columns[c], sums[r * nr + c]) for c in range(nr)]
         return new
 
-    return simd.loop(b, depth, 1, [simd.const(0.0)] * (mr * nr), body)
+    return simd.loop(b, depth, 1, [v.const(0.0)] * (mr * nr), body)
 
 
-def make_scores(mr: int, nr: int, *, add: bool, maxima: bool) -> Any:
-    """Build ``scores(a, lda, b, ldb, depth, c, ldc, top)``: C = A·B, or with ``add`` C += A·B.
+def make_scores(nr: int, *, add: bool, last: bool) -> Any:
+    """Build ``scores(kind, a, lda, step, b, ldb, depth, c, ldc, top, scale)``: C (+)= A·B.
 
-    With ``maxima``, ``top[mr, lanes]`` is raised to those of the columns while C is still in
-    registers.
+    A[r, i] is ``a[r * lda + i * step]``. With ``last``, C is multiplied by ``scale`` (only where
+    pairs are multiplied, whose factors cannot hold it) and ``top[nr vectors]`` is raised to the
+    columns' maxima, both while C is still in registers.
     """
 
     @intrinsic
-    def scores(context: Any, a: Any, lda: Any, b: Any, ldb: Any, depth: Any, c: Any, ldc: Any,
-               top: Any) -> Any:  # fmt: skip
+    def scores(context: Any, kind: Any, a: Any, lda: Any, step: Any, b: Any, ldb: Any, depth: Any,
+               c: Any, ldc: Any, top: Any, scale: Any) -> Any:  # fmt: skip
+        v, pairs = vectors(kind), is_pairs(kind)
+
         def emit(cx: Any, bd: Any, sig: Any, args: Any) -> Any:
-            pa, pb, pc, pt = (simd.pointer(bd, args[i]) for i in (0, 2, 5, 7))
-            sums = _sums(bd, mr, nr, pa, args[1], pb, args[3], args[4])
-            for r in range(mr):
-                row = bd.gep(pc, [bd.mul(args[6], I64(r))])
-                x = simd.load(bd, pt, I64(LANES * r)) if maxima else None
-                for v in range(nr):
-                    s = sums[r * nr + v]
+            args = args[1:]
+            sums = _sums(bd, v, HOST.mr, nr, pairs, *args[:6])
+            pc, pt = (simd.pointer(bd, args[i], v.scalar) for i in (6, 8))
+            tops = [v.load(bd, pt, I64(v.lanes * n)) for n in range(nr)] if last else []
+            factor = v.splat(bd, args[9]) if last and pairs else None
+            for r in range(HOST.mr):
+                row = bd.gep(pc, [bd.mul(args[7], I64(r))])
+                for n in range(nr):
+                    s, place = sums[r * nr + n], I64(v.lanes * n)
                     if add:
-                        s = bd.fadd(simd.load(bd, row, I64(LANES * v)), s)
-                    simd.store(bd, row, I64(LANES * v), s)
-                    x = simd.maximum(bd, x, s) if maxima else None
-                if maxima:
-                    simd.store(bd, pt, I64(LANES * r), x)
+                        s = bd.fadd(v.load(bd, row, place), s)
+                    if factor is not None:
+                        s = bd.fmul(s, factor)
+                    v.store(bd, row, place, s)
+                    if last:
+                        tops[n] = v.maximum(bd, s, tops[n])
+            for n, x in enumerate(tops):
+                v.store(bd, pt, I64(v.lanes * n), x)
             return cx.get_dummy_value()
 
-        return types.void(*ADDRESSES), emit
+        return types.void(kind, *STRIDES, v.number), emit
 
     return scores
 
 
-score_tile = make_scores(HOST.mr, HOST.nr, add=False, maxima=True)
-score_start = make_scores(HOST.mr, HOST.nr, add=False, maxima=False)
-score_more = make_scores(HOST.mr, HOST.nr, add=True, maxima=False)
-score_end = make_scores(HOST.mr, HOST.nr, add=True, maxima=True)
-# O += P V: each tile is summed from zero and added once, which halves the error.
-accumulate_tiles = tuple(
-    make_scores(HOST.mr, n, add=True, maxima=False) for n in range(1, HOST.nr + 1)
-)
+def make_accumulate(nr: int) -> Any:
+    """Build ``accumulate(kind, a, lda, step, b, ldb, depth, c, ldc, factor)``.
+
+    C = C · factor + A·B, where ``factor[nr vectors]`` holds one number for each column: a running
+    softmax is rescaled (FlashAttention's ``diag(exp(m_old - m_new)) O + P V``) by the same
+    multiply-adds that add to it.
+    """
+
+    @intrinsic
+    def accumulate(context: Any, kind: Any, a: Any, lda: Any, step: Any, b: Any, ldb: Any,
+                   depth: Any, c: Any, ldc: Any, factor: Any) -> Any:  # fmt: skip
+        v = vectors(kind)
+
+        def emit(cx: Any, bd: Any, sig: Any, args: Any) -> Any:
+            args = args[1:]
+            sums = _sums(bd, v, HOST.mr, nr, is_pairs(kind), *args[:6])
+            pc, pf = (simd.pointer(bd, args[i], v.scalar) for i in (6, 8))
+            factors = [v.load(bd, pf, I64(v.lanes * n)) for n in range(nr)]
+            for r in range(HOST.mr):
+                row = bd.gep(pc, [bd.mul(args[7], I64(r))])
+                for n in range(nr):
+                    place = I64(v.lanes * n)
+                    old = v.load(bd, row, place)
+                    v.store(bd, row, place, v.fma(bd, old, factors[n], sums[r * nr + n]))
+            return cx.get_dummy_value()
+
+        return types.void(kind, *STRIDES), emit
+
+    return accumulate

@@ -1,41 +1,51 @@
-"""Vector instructions as LLVM IR, for the micro-kernels that Numba cannot express.
+"""Vector instructions as LLVM IR, for the inner loops that Numba cannot express.
 
 Everything works on addresses (int64), because the kernels place their scratch arrays themselves.
-Vectors have ``HOST.lanes`` lanes of float32.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 from llvmlite import ir
-from numba.core import cgutils
+from llvmlite.ir.types import _BaseFloatType
+from numba.core import cgutils, types
 
 from scaledot._kernels.target import HOST
 
-LANES = HOST.lanes
-F32, I32, I64 = ir.FloatType(), ir.IntType(32), ir.IntType(64)
-VF, VI = ir.VectorType(F32, LANES), ir.VectorType(I32, LANES)
-LOWEST_EXPONENT = -126.0
+I1, I8, I16, I32, I64 = (ir.IntType(bits) for bits in (1, 8, 16, 32, 64))
+F32, F64 = ir.FloatType(), ir.DoubleType()
+LOG2E = math.log2(math.e)
+NEAREST = 4  # rounding of this instruction: the processor's current mode
 
 
-def const(x: float) -> ir.Constant:
-    """Vector of one float32 number."""
-    return ir.Constant(VF, [float(np.float32(x))] * LANES)
+class _BFloat(_BaseFloatType):  # type: ignore[misc]
+    """The bfloat16 of LLVM, which llvmlite does not name."""
+
+    null, intrinsic_name = "0.0", "bf16"
+
+    def __str__(self) -> str:
+        return "bfloat"
 
 
-def iconst(x: int) -> ir.Constant:
-    """Vector of one int32 number."""
-    return ir.Constant(VI, [x] * LANES)
+_BFloat._create_instance()
+BF16 = _BFloat()
 
-
-def splat(b: Any, x: Any) -> Any:
-    """Vector that repeats the float32 x."""
-    undefined = ir.Constant(VF, ir.Undefined)
-    v = b.insert_element(undefined, x, I32(0))
-    return b.shuffle_vector(v, undefined, ir.Constant(VI, [0] * LANES))
+# 2**f on [-1/2, 1/2], highest power first. float32: largest relative error 2e-8, by a fit;
+# float64: Taylor's series, the first term left out is below 5e-18.
+EXP2_SINGLE = (
+    1.535336188319500e-4,
+    1.339887440266574e-3,
+    9.618437357674640e-3,
+    5.550332471162809e-2,
+    2.402264791363012e-1,
+    6.931472028550421e-1,
+    1.0,
+)
+EXP2_DOUBLE = tuple(math.log(2) ** k / math.factorial(k) for k in range(13, -1, -1))
 
 
 def call(b: Any, name: str, result: Any, *arguments: Any, fastmath: tuple[str, ...] = ()) -> Any:
@@ -45,43 +55,9 @@ def call(b: Any, name: str, result: Any, *arguments: Any, fastmath: tuple[str, .
     return b.call(function, arguments, fastmath=fastmath)
 
 
-def fma(b: Any, x: Any, y: Any, z: Any) -> Any:
-    """``x * y + z`` with one rounding."""
-    return call(b, f"llvm.fma.v{LANES}f32", VF, x, y, z)
-
-
-def maximum(b: Any, x: Any, y: Any) -> Any:
-    """The larger; y where one is nan. One instruction, where llvm.maxnum takes three."""
-    return b.select(b.fcmp_ordered(">", x, y), x, y)
-
-
-def sum_lanes(b: Any, v: Any) -> Any:
-    """Sum of the lanes of a vector, pairwise."""
-    return call(
-        b, f"llvm.vector.reduce.fadd.v{LANES}f32", F32, F32(0.0), v, fastmath=("reassoc",)
-    )
-
-
-def max_lanes(b: Any, v: Any) -> Any:
-    """Largest lane of a vector without nan."""
-    return call(b, f"llvm.vector.reduce.fmax.v{LANES}f32", F32, v)
-
-
-def pointer(b: Any, address: Any, kind: Any = F32) -> Any:
+def pointer(b: Any, address: Any, kind: Any) -> Any:
     """Pointer from an address."""
     return b.inttoptr(address, kind.as_pointer())
-
-
-def load(b: Any, p: Any, offset: Any) -> Any:
-    """Vector at element ``offset`` of p; any alignment."""
-    v = b.load(b.bitcast(b.gep(p, [offset]), VF.as_pointer()))
-    v.align = 4
-    return v
-
-
-def store(b: Any, p: Any, offset: Any, v: Any) -> None:
-    """Write a vector to element ``offset`` of p; any alignment."""
-    b.store(v, b.bitcast(b.gep(p, [offset]), VF.as_pointer())).align = 4
 
 
 def loop(
@@ -108,29 +84,137 @@ def loop(
     return new
 
 
-# 2**f on [-1/2, 1/2], coefficients of f**6 down to f**0; largest relative error 2e-8.
-EXP2 = (
-    1.535336188319500e-4,
-    1.339887440266574e-3,
-    9.618437357674640e-3,
-    5.550332471162809e-2,
-    2.402264791363012e-1,
-    6.931472028550421e-1,
-    1.0,
-)
+def transposed(b: Any, rows: list[Any]) -> list[Any]:
+    """Transpose n vectors of n elements, n a power of two: log2(n) rounds of shuffles."""
+    n, width = len(rows), 1
+    while width < n:
+        new = list(rows)
+        for i in range(n):
+            if i & width:
+                continue
+            x, y = rows[i], rows[i + width]
+            low = [k if not k & width else n + k - width for k in range(n)]
+            high = [k + width if not k & width else n + k for k in range(n)]
+            indices = ir.VectorType(I32, n)
+            new[i] = b.shuffle_vector(x, y, ir.Constant(indices, low))
+            new[i + width] = b.shuffle_vector(x, y, ir.Constant(indices, high))
+        rows, width = new, 2 * width
+    return rows
 
 
-def exp2(b: Any, x: Any) -> Any:
-    """``2**x`` for x ≤ 0: 0 below -126, so never subnormal; nan stays nan."""
-    low = b.fcmp_ordered("<", x, const(LOWEST_EXPONENT))
-    bounded = b.select(low, const(LOWEST_EXPONENT), x)
-    # Adding 1.5·2**23 leaves the rounded integer in the low bits.
-    shifted = b.fadd(bounded, const(12582912.0))
-    f = b.fsub(bounded, b.fsub(shifted, const(12582912.0)))
-    p = const(EXP2[0])
-    for coefficient in EXP2[1:]:
-        p = fma(b, p, f, const(coefficient))
-    power = b.shl(b.bitcast(shifted, VI), iconst(23))
-    result = b.bitcast(b.add(b.bitcast(p, VI), power), VF)
-    result = b.select(b.fcmp_unordered("uno", x, x), x, result)
-    return b.select(low, const(0.0), result)
+class Vectors:
+    """Emits code for vectors of one floating-point type.
+
+    Attributes
+    ----------
+    lanes : int
+        Numbers in a vector.
+    size : int
+        Bytes of a number.
+    number : numba type
+        Of one number.
+    """
+
+    def __init__(self, bits: int) -> None:
+        self.double = bits == 64
+        self.size = bits // 8
+        self.lanes = HOST.lanes * 32 // bits
+        self.scalar = F64 if self.double else F32
+        self.integer = I64 if self.double else I32
+        self.vector = ir.VectorType(self.scalar, self.lanes)
+        self.integers = ir.VectorType(self.integer, self.lanes)
+        self.number = types.float64 if self.double else types.float32
+        self.dtype: type = np.float64 if self.double else np.float32
+        self.suffix = f"v{self.lanes}f{bits}"
+        self.lowest_exponent = -1022.0 if self.double else -126.0
+
+    def const(self, x: float) -> ir.Constant:
+        """Vector of one number."""
+        return ir.Constant(self.vector, [float(self.dtype(x))] * self.lanes)
+
+    def iconst(self, x: int) -> ir.Constant:
+        """Vector of one integer of the same width."""
+        return ir.Constant(self.integers, [x] * self.lanes)
+
+    def splat(self, b: Any, x: Any) -> Any:
+        """Vector that repeats the number x, of any type."""
+        undefined = ir.Constant(ir.VectorType(x.type, self.lanes), ir.Undefined)
+        v = b.insert_element(undefined, x, I32(0))
+        zeros = ir.Constant(ir.VectorType(I32, self.lanes), [0] * self.lanes)
+        return b.shuffle_vector(v, undefined, zeros)
+
+    def fma(self, b: Any, x: Any, y: Any, z: Any) -> Any:
+        """``x * y + z`` with one rounding; with two where the processor has no such instruction."""
+        name = "llvm.fma" if HOST.fma else "llvm.fmuladd"
+        return call(b, f"{name}.{self.suffix}", self.vector, x, y, z)
+
+    def maximum(self, b: Any, x: Any, y: Any) -> Any:
+        """The larger; y where one is nan. One instruction, where llvm.maxnum takes three."""
+        return b.select(b.fcmp_ordered(">", x, y), x, y)
+
+    def sum_lanes(self, b: Any, v: Any) -> Any:
+        """Sum of the lanes of a vector, pairwise."""
+        name = f"llvm.vector.reduce.fadd.{self.suffix}"
+        return call(b, name, self.scalar, self.scalar(0.0), v, fastmath=("reassoc",))
+
+    def max_lanes(self, b: Any, v: Any) -> Any:
+        """Largest lane of a vector without nan."""
+        return call(b, f"llvm.vector.reduce.fmax.{self.suffix}", self.scalar, v)
+
+    def load(self, b: Any, p: Any, offset: Any, kind: Any = None) -> Any:
+        """Vector at element ``offset`` of p; any alignment. ``kind``: of its lanes."""
+        vector = self.vector if kind is None else ir.VectorType(kind, self.lanes)
+        v = b.load(b.bitcast(b.gep(p, [offset]), vector.as_pointer()))
+        v.align = 1
+        return v
+
+    def store(self, b: Any, p: Any, offset: Any, v: Any) -> None:
+        """Write a vector to element ``offset`` of p; any alignment."""
+        b.store(v, b.bitcast(b.gep(p, [offset]), v.type.as_pointer())).align = 1
+
+    def lane_numbers(self, kind: Any) -> ir.Constant:
+        """Vector 0, 1, 2, ... of an integer type."""
+        return ir.Constant(ir.VectorType(kind, self.lanes), list(range(self.lanes)))
+
+    def exp2(self, b: Any, x: Any) -> Any:
+        """``2**x`` for x ≤ 0: 0 below the normal numbers; nan stays nan."""
+        return self._exp2_avx512(b, x) if HOST.name == "avx512" else self._exp2_integers(b, x)
+
+    def _polynomial(self, b: Any, f: Any) -> Any:
+        coefficients = EXP2_DOUBLE if self.double else EXP2_SINGLE
+        p = self.const(coefficients[0])
+        for coefficient in coefficients[1:]:
+            p = self.fma(b, p, f, self.const(coefficient))
+        return p
+
+    def _exp2_avx512(self, b: Any, x: Any) -> Any:
+        """One instruction takes the fraction, one multiplies by a power of two."""
+        kind = "pd" if self.double else "ps"
+        bits = ir.IntType(self.lanes)
+        f = call(
+            b, f"llvm.x86.avx512.mask.reduce.{kind}.512", self.vector,
+            x, I32(0), self.const(0.0), bits(-1), I32(NEAREST),
+        )  # fmt: skip
+        normal = b.fcmp_unordered(">=", x, self.const(self.lowest_exponent))
+        return call(
+            b, f"llvm.x86.avx512.mask.scalef.{kind}.512", self.vector,
+            self._polynomial(b, f), b.fsub(x, f), self.const(0.0), b.bitcast(normal, bits),
+            I32(NEAREST),
+        )  # fmt: skip
+
+    def _exp2_integers(self, b: Any, x: Any) -> Any:
+        """Rounds by a large number whose low bits then hold the exponent."""
+        mantissa = 52 if self.double else 23
+        rounder = self.const(1.5 * 2**mantissa)
+        low = b.fcmp_ordered("<", x, self.const(self.lowest_exponent))
+        bounded = b.select(low, self.const(self.lowest_exponent), x)
+        shifted = b.fadd(bounded, rounder)
+        f = b.fsub(bounded, b.fsub(shifted, rounder))
+        power = b.shl(b.bitcast(shifted, self.integers), self.iconst(mantissa))
+        bits = b.bitcast(self._polynomial(b, f), self.integers)
+        result = b.bitcast(b.add(bits, power), self.vector)
+        result = b.select(b.fcmp_unordered("uno", x, x), x, result)
+        return b.select(low, self.const(0.0), result)
+
+
+SINGLE, DOUBLE = Vectors(32), Vectors(64)

@@ -1,141 +1,180 @@
-"""Softmax of one row of a tile: maxima, exponentials and rescaling, one vector at a time.
+"""Online softmax of a tile of scores, one column of vectors at a time.
 
-A running softmax holds for each row `row_max` (the papers' m), `row_sum` (ℓ) and `acc` (O), the
-sum of values weighted by ``exp(score - row_max)``.
+A tile holds ``scores[key][query]``: the lanes of a vector are queries, so that maxima and sums
+over keys need no step across lanes. A running softmax holds for each query `row_max` (the papers'
+m), `row_sum` (ℓ) and `acc` (O), the sum of values weighted by ``exp(score - row_max)``.
+
+Below, ``column`` is the address of a vector of queries at the first of ``count`` keys (a multiple
+of UNROLL), and ``stride`` the numbers from one key to the next.
 """
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
+from llvmlite import ir
 from numba.core import types
 
 from scaledot._kernels import simd
 from scaledot._kernels.jit import intrinsic
-from scaledot._kernels.simd import I32, I64, LANES
-from scaledot._kernels.target import HOST
+from scaledot._kernels.kinds import is_pairs, vectors
+from scaledot._kernels.simd import I32, I64, LOG2E, Vectors
 
-LOG2E = math.log2(math.e)
-UNROLL = HOST.nr  # rows of a tile are multiples of a panel, nr vectors
+UNROLL = 4
+INT = types.intp
+# tanh on |x| ≤ 1/4: x + x³·(c₃ + c₅x² + ...), the Taylor series, highest power first; the first
+# term left out is below 1e-8 x for float32 and below 1e-17 x for float64.
+TANH_SINGLE = (62 / 2835, -17 / 315, 2 / 15, -1 / 3)
+TANH_DOUBLE = (
+    18888466084 / 194896477400625, -443861162 / 1856156927625, 6404582 / 10854718875,
+    -929569 / 638512875, 21844 / 6081075, -1382 / 155925, *TANH_SINGLE,
+)  # fmt: skip
+
+
+def _folded(b: Any, xs: list[Any], join: Any) -> Any:
+    while len(xs) > 1:
+        xs = [join(b, *xs[i : i + 2]) for i in range(0, len(xs), 2)]
+    return xs[0]
 
 
 @intrinsic
-def lane_max(context: Any, top: Any) -> Any:
-    """Largest of the lanes at an address."""
+def column_max(context: Any, kind: Any, column: Any, stride: Any, count: Any, top: Any) -> Any:
+    """``top`` = the maxima of a column, nan passed over."""
+    v = vectors(kind)
 
     def emit(cx: Any, b: Any, sig: Any, args: Any) -> Any:
-        return simd.max_lanes(b, simd.load(b, simd.pointer(b, args[0]), I64(0)))
-
-    return types.float32(types.intp), emit
-
-
-@intrinsic
-def row_maximum(context: Any, scores: Any, count: Any) -> Any:
-    """Largest of ``count`` scores (a multiple of a panel), nan passed over."""
-
-    def emit(cx: Any, b: Any, sig: Any, args: Any) -> Any:
-        p = simd.pointer(b, args[0])
+        p, goal = (simd.pointer(b, args[i], v.scalar) for i in (1, 4))
 
         def body(i: Any, tops: list[Any]) -> list[Any]:
-            new = []
-            for u in range(UNROLL):
-                x = simd.load(b, p, b.add(i, I64(LANES * u)))
-                new.append(simd.maximum(b, x, tops[u]))
-            return new
+            places = [b.mul(b.add(i, I64(u)), args[2]) for u in range(UNROLL)]
+            loaded = [v.load(b, p, place) for place in places]
+            return [v.maximum(b, s, top) for s, top in zip(loaded, tops, strict=True)]
 
-        start = [simd.const(float("-inf"))] * UNROLL
-        tops = simd.loop(b, args[1], LANES * UNROLL, start, body)
-        while len(tops) > 1:
-            tops = [simd.maximum(b, *tops[i : i + 2]) for i in range(0, len(tops), 2)]
-        return simd.max_lanes(b, tops[0])
+        tops = simd.loop(b, args[3], UNROLL, [v.const(float("-inf"))] * UNROLL, body)
+        v.store(b, goal, I64(0), _folded(b, tops, v.maximum))
+        return cx.get_dummy_value()
 
-    return types.float32(types.intp, types.intp), emit
+    return types.void(kind, INT, INT, INT, INT), emit
 
 
 @intrinsic
-def row_weights(context: Any, scores: Any, count: Any, row_max: Any) -> Any:
-    """Turn scores into weights ``exp(score - row_max)`` in place; return their sum."""
+def raise_max(context: Any, kind: Any, top: Any, row_max: Any, row_sum: Any, factor: Any) -> Any:
+    """Raise ``row_max`` to ``top``; ``factor = exp(old - new)`` rescales ``row_sum``."""
+    v = vectors(kind)
 
     def emit(cx: Any, b: Any, sig: Any, args: Any) -> Any:
-        p, m = simd.pointer(b, args[0]), simd.splat(b, args[2])
+        p_top, p_max, p_sum, p_factor = (simd.pointer(b, x, v.scalar) for x in args[1:])
+        first = I64(0)
+        old = v.load(b, p_max, first)
+        new = v.maximum(b, v.load(b, p_top, first), old)
+        a = v.exp2(b, b.fmul(b.fsub(old, new), v.const(LOG2E)))
+        # Where nothing has been seen, -inf - -inf would be nan.
+        a = b.select(b.fcmp_ordered("==", old, new), v.const(1.0), a)
+        v.store(b, p_max, first, new)
+        v.store(b, p_sum, first, b.fmul(v.load(b, p_sum, first), a))
+        v.store(b, p_factor, first, a)
+        return cx.get_dummy_value()
+
+    return types.void(kind, INT, INT, INT, INT), emit
+
+
+@intrinsic
+def weigh(context: Any, kind: Any, column: Any, stride: Any, count: Any, row_max: Any,
+          row_sum: Any, pairs: Any) -> Any:  # fmt: skip
+    """Turn scores into weights ``exp(score - row_max)`` in place; add them to ``row_sum``.
+
+    Of the kind `Pairs` they also go to the column at ``pairs``, rounded, two keys side by side.
+    """
+    v, paired = vectors(kind), is_pairs(kind)
+
+    def emit(cx: Any, b: Any, sig: Any, args: Any) -> Any:
+        p, p_max, p_sum = (simd.pointer(b, args[i], v.scalar) for i in (1, 4, 5))
+        goal = simd.pointer(b, args[6], I32)
+        m = v.load(b, p_max, I64(0))
+        m = b.select(b.fcmp_ordered("==", m, v.const(float("-inf"))), v.const(0.0), m)
 
         def body(i: Any, sums: list[Any]) -> list[Any]:
-            new = []
+            new, found = [], []
             for u in range(UNROLL):
-                place = b.add(i, I64(LANES * u))
-                below = b.fsub(simd.load(b, p, place), m)
-                w = simd.exp2(b, b.fmul(below, simd.const(LOG2E)))
-                simd.store(b, p, place, w)
-                new.append(b.fadd(sums[u], w))
+                place = b.mul(b.add(i, I64(u)), args[2])
+                # Not one multiply-add: the rounding of m·log2(e) would show in lse.
+                x = b.fmul(b.fsub(v.load(b, p, place), m), v.const(LOG2E))
+                found.append(v.exp2(b, x))
+                v.store(b, p, place, found[u])
+                new.append(b.fadd(sums[u], found[u]))
+            for u in range(0, UNROLL if paired else 0, 2):
+                place = b.mul(b.lshr(b.add(i, I64(u)), I64(1)), args[2])
+                v.store(b, goal, place, _pair(b, v, found[u], found[u + 1]))
             return new
 
-        sums = simd.loop(b, args[1], LANES * UNROLL, [simd.const(0.0)] * UNROLL, body)
-        while len(sums) > 1:
-            sums = [b.fadd(*sums[i : i + 2]) for i in range(0, len(sums), 2)]
-        return simd.sum_lanes(b, sums[0])
-
-    return types.float32(types.intp, types.intp, types.float32), emit
-
-
-@intrinsic
-def row_scale(context: Any, row: Any, count: Any, factor: Any) -> Any:
-    """Multiply ``count`` numbers (a multiple of the lanes) in place."""
-
-    def emit(cx: Any, b: Any, sig: Any, args: Any) -> Any:
-        p, s = simd.pointer(b, args[0]), simd.splat(b, args[2])
-
-        def body(i: Any, carried: list[Any]) -> list[Any]:
-            simd.store(b, p, i, b.fmul(simd.load(b, p, i), s))
-            return []
-
-        simd.loop(b, args[1], LANES, [], body)
+        sums = simd.loop(b, args[3], UNROLL, [v.const(0.0)] * UNROLL, body)
+        total = _folded(b, sums, lambda bd, x, y: bd.fadd(x, y))
+        v.store(b, p_sum, I64(0), b.fadd(v.load(b, p_sum, I64(0)), total))
         return cx.get_dummy_value()
 
-    return types.void(types.intp, types.intp, types.float32), emit
+    return types.void(kind, INT, INT, INT, INT, INT, INT), emit
+
+
+def _pair(b: Any, v: Vectors, x: Any, y: Any) -> Any:
+    """Two vectors of float32 as one of pairs of bfloat16, x in the low halves."""
+    n = v.lanes
+    halves = ir.VectorType(simd.BF16, 2 * n)
+    both = simd.call(b, f"llvm.x86.avx512bf16.cvtne2ps2bf16.{32 * n}", halves, y, x)
+    both = b.bitcast(both, ir.VectorType(simd.I16, 2 * n))
+    order = [i // 2 + n * (i % 2) for i in range(2 * n)]
+    mixed = b.shuffle_vector(both, both, ir.Constant(ir.VectorType(I32, 2 * n), order))
+    return b.bitcast(mixed, ir.VectorType(I32, n))
 
 
 @intrinsic
-def exp2_scalar(context: Any, x: Any) -> Any:
-    """``2**x`` of one number x ≤ 0, by the vector code."""
+def pair_weights(context: Any, kind: Any, column: Any, stride: Any, count: Any, pairs: Any) -> Any:
+    """Write weights as pairs of bfloat16, those of two keys side by side; else do nothing."""
+    v = vectors(kind)
 
     def emit(cx: Any, b: Any, sig: Any, args: Any) -> Any:
-        return b.extract_element(simd.exp2(b, simd.splat(b, args[0])), I32(0))
+        p, goal = simd.pointer(b, args[1], v.scalar), simd.pointer(b, args[4], I32)
 
-    return types.float32(types.float32), emit
+        def body(i: Any, carried: list[Any]) -> list[Any]:
+            x, y = (v.load(b, p, b.mul(b.add(i, I64(u)), args[2])) for u in range(2))
+            v.store(b, goal, b.mul(b.lshr(i, I64(1)), args[2]), _pair(b, v, x, y))
+            return []
+
+        if is_pairs(kind):
+            simd.loop(b, args[3], 2, [], body)
+        return cx.get_dummy_value()
+
+    return types.void(kind, INT, INT, INT, INT), emit
 
 
-# tanh on |x| ≤ 1/4: x + x³·(c₃ + c₅x² + c₇x⁴ + c₉x⁶), the Taylor series; next term below 1e-8 x.
-TANH = (62 / 2835, -17 / 315, 2 / 15, -1 / 3)
-
-
-def _tanh(b: Any, x: Any) -> Any:
+def _tanh(b: Any, v: Vectors, x: Any) -> Any:
     """Hyperbolic tangent: a polynomial near 0, else (1 - e) / (1 + e) with e = exp(-2|x|)."""
     square = b.fmul(x, x)
-    p = simd.const(TANH[0])
-    for coefficient in TANH[1:]:
-        p = simd.fma(b, p, square, simd.const(coefficient))
-    near = simd.fma(b, b.fmul(p, square), x, x)
-    size = simd.call(b, f"llvm.fabs.v{LANES}f32", simd.VF, x)
-    e = simd.exp2(b, b.fmul(size, simd.const(-2 * LOG2E)))
-    far = b.fdiv(b.fsub(simd.const(1.0), e), b.fadd(simd.const(1.0), e))
-    far = simd.call(b, f"llvm.copysign.v{LANES}f32", simd.VF, far, x)
-    return b.select(b.fcmp_ordered("<", size, simd.const(0.25)), near, far)
+    coefficients = TANH_DOUBLE if v.double else TANH_SINGLE
+    p = v.const(coefficients[0])
+    for coefficient in coefficients[1:]:
+        p = v.fma(b, p, square, v.const(coefficient))
+    near = v.fma(b, b.fmul(p, square), x, x)
+    size = simd.call(b, f"llvm.fabs.{v.suffix}", v.vector, x)
+    e = v.exp2(b, b.fmul(size, v.const(-2 * LOG2E)))
+    far = b.fdiv(b.fsub(v.const(1.0), e), b.fadd(v.const(1.0), e))
+    far = simd.call(b, f"llvm.copysign.{v.suffix}", v.vector, far, x)
+    return b.select(b.fcmp_ordered("<", size, v.const(0.25)), near, far)
 
 
 @intrinsic
-def tanh_scaled(context: Any, row: Any, count: Any, cap: Any) -> Any:
+def soft_cap(context: Any, kind: Any, scores: Any, count: Any, cap: Any) -> Any:
     """``cap · tanh(score / cap)`` on ``count`` scores (a multiple of the lanes) in place."""
+    v = vectors(kind)
 
     def emit(cx: Any, b: Any, sig: Any, args: Any) -> Any:
-        p, c = simd.pointer(b, args[0]), simd.splat(b, args[2])
+        p, c = simd.pointer(b, args[1], v.scalar), v.splat(b, args[3])
 
         def body(i: Any, carried: list[Any]) -> list[Any]:
-            x = b.fdiv(simd.load(b, p, i), c)
-            simd.store(b, p, i, b.fmul(_tanh(b, x), c))
+            x = b.fdiv(v.load(b, p, i), c)
+            v.store(b, p, i, b.fmul(_tanh(b, v, x), c))
             return []
 
-        simd.loop(b, args[1], LANES, [], body)
+        simd.loop(b, args[2], v.lanes, [], body)
         return cx.get_dummy_value()
 
-    return types.void(types.intp, types.intp, types.float32), emit
+    return types.void(kind, INT, INT, v.number), emit

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import llvmlite.binding as llvm
+from numba.core import config
 
 from scaledot._errors import value_error
 
@@ -17,48 +18,56 @@ class Target:
     """Shapes of the micro-kernels, in lanes of float32.
 
     ``mr × nr`` vectors of sums, ``nr`` vectors of one factor and one broadcast of the other must
-    fit into the registers: 6 × 4 in 32 registers of AVX-512, 6 × 2 in 16 of AVX2.
+    fit into the registers: 8 × 3 in 32 registers of AVX-512, 4 × 3 in 16 of AVX2.
     """
 
     name: str
     lanes: int
     mr: int
     nr: int
-    block_q: int
-    block_kv: int
-
-    @property
-    def panel(self) -> int:
-        """Keys that one micro-kernel scores at once."""
-        return self.lanes * self.nr
+    fma: bool = True
+    f16: bool = True
+    """Whether float16 is widened by an instruction."""
+    bf16: bool = False
+    """Whether two products of bfloat16 are added to a float32 by one instruction."""
 
 
 TARGETS = {
-    "avx512": Target("avx512", 16, 6, 4, 192, 256),
-    "avx2": Target("avx2", 8, 6, 2, 96, 256),
-    "neon": Target("neon", 4, 6, 4, 96, 256),
-    "generic": Target("generic", 4, 4, 2, 96, 256),
+    "avx512": Target("avx512", 16, 8, 3),
+    "avx2": Target("avx2", 8, 4, 3),
+    "neon": Target("neon", 4, 8, 3),
+    "generic": Target("generic", 4, 4, 2, fma=False, f16=False),
 }
 
 
+def features() -> dict[str, bool]:
+    """Features of the processor that Numba compiles for: this one, unless its settings say else."""
+    if not config.CPU_NAME:
+        return dict(llvm.get_host_cpu_features())
+    named = (config.CPU_FEATURES or "").split(",")
+    return {feature[1:]: feature[0] == "+" for feature in named if feature}
+
+
 def detect() -> Target:
-    """Target of this process: ``SCALEDOT_TARGET`` where it is set, else from the processor."""
+    """Target of this process: ``SCALEDOT_TARGET`` where it is set, else from the processor.
+
+    ``avx512-bf16`` stands for AVX-512 with products of bfloat16.
+    """
+    has = features()
     name = os.environ.get(VARIABLE)
     if name:
-        if name not in TARGETS:
+        base = name.removesuffix("-bf16")
+        if base not in TARGETS or (name != base and base != "avx512"):
             raise value_error(
-                f"{VARIABLE} must be one of {', '.join(TARGETS)}", repr(name),
+                f"{VARIABLE} must be one of {', '.join(TARGETS)}, avx512-bf16", repr(name),
                 "Unset it to choose by the processor.",
             )
-        return TARGETS[name]
-    features = llvm.get_host_cpu_features()
-    if features.get("avx512f") and features.get("avx512vl"):
-        return TARGETS["avx512"]
-    if features.get("avx2") and features.get("fma"):
+        return replace(TARGETS[base], bf16=name != base)
+    if has.get("avx512f") and has.get("avx512vl") and has.get("avx512dq"):
+        return replace(TARGETS["avx512"], bf16=bool(has.get("avx512bf16")))
+    if has.get("avx2") and has.get("fma"):
         return TARGETS["avx2"]
-    if features.get("neon"):
-        return TARGETS["neon"]
-    return TARGETS["generic"]
+    return TARGETS["neon" if has.get("neon") else "generic"]
 
 
 HOST = detect()

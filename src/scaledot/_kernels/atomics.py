@@ -1,0 +1,142 @@
+"""Numbers in memory that threads share, and how a thread waits for one to change.
+
+All are int64, at an address that is a multiple of 8.
+"""
+
+from __future__ import annotations
+
+import platform
+import sys
+from typing import Any
+
+from llvmlite import ir
+from numba.core import cgutils, types
+
+from scaledot._kernels.jit import intrinsic
+
+_MACHINE = platform.machine()
+_SYSCALL = {"x86_64": 202, "aarch64": 98}.get(_MACHINE) if sys.platform == "linux" else None
+HAS_FUTEX = _SYSCALL is not None
+"""Whether `sleep` and `wake` do anything: on Linux, on these processors."""
+_WAIT, _WAKE = 128, 129  # private: among the threads of one process
+
+_PAUSE = {"x86_64": "llvm.x86.sse2.pause", "AMD64": "llvm.x86.sse2.pause"}.get(_MACHINE)
+_I32, _I64 = ir.IntType(32), ir.IntType(64)
+
+
+def _place(b: Any, address: Any) -> Any:
+    return b.inttoptr(address, _I64.as_pointer())
+
+
+def _declared(b: Any, name: str, kind: Any) -> Any:
+    return b.module.globals.get(name) or ir.Function(b.module, kind, name)
+
+
+@intrinsic
+def load(context: Any, address: Any) -> Any:
+    """The number at an address, and all that was written before it."""
+
+    def emit(cx: Any, b: Any, sig: Any, args: Any) -> Any:
+        return b.load_atomic(_place(b, args[0]), "acquire", 8)
+
+    return types.int64(types.int64), emit
+
+
+@intrinsic
+def store(context: Any, address: Any, x: Any) -> Any:
+    """Write a number, after all that was written before."""
+
+    def emit(cx: Any, b: Any, sig: Any, args: Any) -> Any:
+        b.store_atomic(args[1], _place(b, args[0]), "release", 8)
+        return cx.get_dummy_value()
+
+    return types.void(types.int64, types.int64), emit
+
+
+def _exchange(operation: str) -> Any:
+    @intrinsic
+    def exchange(context: Any, address: Any, x: Any) -> Any:
+        def emit(cx: Any, b: Any, sig: Any, args: Any) -> Any:
+            return b.atomic_rmw(operation, _place(b, args[0]), args[1], "seq_cst")
+
+        return types.int64(types.int64, types.int64), emit
+
+    return exchange
+
+
+add, swap = _exchange("add"), _exchange("xchg")
+
+
+@intrinsic
+def swap_if(context: Any, address: Any, expected: Any, x: Any) -> Any:
+    """Write a number where another is expected; whether it was there."""
+
+    def emit(cx: Any, b: Any, sig: Any, args: Any) -> Any:
+        pair = b.cmpxchg(_place(b, args[0]), args[1], args[2], "seq_cst", "seq_cst")
+        return b.extract_value(pair, 1)
+
+    return types.boolean(types.int64, types.int64, types.int64), emit
+
+
+@intrinsic
+def invoke(context: Any, function: Any, call: Any, worker: Any, budget: Any) -> Any:
+    """Call the function at an address."""
+
+    def emit(cx: Any, b: Any, sig: Any, args: Any) -> Any:
+        kind = ir.FunctionType(_I64, [_I64] * 3)
+        return b.call(b.inttoptr(args[0], kind.as_pointer()), args[1:])
+
+    return types.int64(*[types.int64] * 4), emit
+
+
+@intrinsic
+def pause(context: Any) -> Any:
+    """Tell the processor that this thread spins."""
+
+    def emit(cx: Any, b: Any, sig: Any, args: Any) -> Any:
+        if _PAUSE:
+            b.call(_declared(b, _PAUSE, ir.FunctionType(ir.VoidType(), [])), [])
+        elif _MACHINE in ("aarch64", "arm64"):
+            hint = ir.FunctionType(ir.VoidType(), [_I32])
+            b.call(_declared(b, "llvm.aarch64.hint", hint), [_I32(1)])
+        return cx.get_dummy_value()
+
+    return types.void(), emit
+
+
+def _futex(b: Any, *arguments: Any) -> None:
+    if _SYSCALL is not None:
+        # By its name, not through ctypes: an address would be true in this process alone.
+        syscall = _declared(b, "syscall", ir.FunctionType(_I64, [_I64], var_arg=True))
+        b.call(syscall, [_I64(_SYSCALL), *arguments])
+
+
+@intrinsic
+def sleep(context: Any, address: Any, x: Any, nanoseconds: Any) -> Any:
+    """Sleep while the lower half of a number is ``x``; 0 nanoseconds: for any time.
+
+    It may return early: look again at the number.
+    """
+
+    def emit(cx: Any, b: Any, sig: Any, args: Any) -> Any:
+        address, x, total = args
+        limit = cgutils.alloca_once(b, ir.ArrayType(_I64, 2))  # type: ignore[no-untyped-call]
+        for i, part in enumerate((b.udiv(total, _I64(10**9)), b.urem(total, _I64(10**9)))):
+            b.store(part, b.gep(limit, [_I32(0), _I32(i)]))
+        is_limited = b.icmp_unsigned("!=", total, _I64(0))
+        pointer = b.select(is_limited, b.ptrtoint(limit, _I64), _I64(0))
+        _futex(b, address, _I64(_WAIT), x, pointer)
+        return cx.get_dummy_value()
+
+    return types.void(types.int64, types.int64, types.int64), emit
+
+
+@intrinsic
+def wake(context: Any, address: Any) -> Any:
+    """Wake a thread that sleeps until the number at an address changes."""
+
+    def emit(cx: Any, b: Any, sig: Any, args: Any) -> Any:
+        _futex(b, args[0], _I64(_WAKE), _I64(1))
+        return cx.get_dummy_value()
+
+    return types.void(types.int64), emit

@@ -1,0 +1,59 @@
+"""Everything about one call that a kernel reads: one record of numbers and addresses."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numba
+import numpy as np
+from numba import carray  # type: ignore[attr-defined]
+from numba.core import types
+
+from scaledot._kernels.jit import inlined, intrinsic
+
+# A *pair* is one head of one entry of the flattened leading axes. Strides are in bytes. An address
+# of 0 stands for an option that is not in use; arrays at addresses are contiguous.
+INTEGERS = (
+    "counter",  # int64: the next task
+    "num_entries", "num_heads", "group_size", "len_q", "len_kv", "d_k", "d_v",
+    "dtype", "out_dtype",
+    "left", "right",  # reach of a query
+    "q_start", "kv_start",  # int64 per entry: position of the first query, of the first key
+    "q_count", "kv_count",  # int64 per entry: number of queries and of valid keys
+    "query", "q_places", "q_row", "q_column",  # places: int64 per pair, from the address `query`
+    "key", "k_places", "k_row", "k_column",  # per entry and key head
+    "value", "v_places", "v_row", "v_column",
+    "mask", "mask_places", "mask_row", "mask_column",
+    "bias", "bias_places", "bias_row", "bias_column", "bias_dtype",
+    "segment_q", "segment_kv",  # int64 (entries, len)
+    "slopes", "sinks",  # float64 per head; sinks only for weights
+    "head_keys",  # uint32 (pairs, 2): keys of the dropout hash
+    "threshold",  # 0: no dropout
+    "blocks",  # bool (pairs, blocks of queries, blocks of keys)
+    "score_mod", "mask_mod",  # addresses of native functions
+    "classes",  # uint8 (entries or 1, heads or 1, SUBS · tasks, tiles): what mask_mod leaves
+    "class_entry", "class_head",  # steps in `classes`, 0 where they are shared
+    "num_classes",
+    "out", "out_places", "out_row",  # d_v is without gaps
+    "lse",  # (pairs, len_q) of float32 or float64, or 0
+    "part_out", "part_lse", "finished",  # of the parts of the keys, and how many are done
+    "scratch", "scratch_bytes",  # of each worker
+    "status",  # int64: what went wrong
+)  # fmt: skip
+FLOATS = ("scale", "softcap", "kept_scale")  # softcap 0: none
+CALL = np.dtype([(name, np.int64) for name in INTEGERS] + [(name, np.float64) for name in FLOATS])
+_RECORD = numba.from_dtype(CALL)  # type: ignore[no-untyped-call]
+
+
+@intrinsic
+def _record_pointer(context: Any, address: Any) -> Any:
+    def emit(cx: Any, b: Any, sig: Any, args: Any) -> Any:
+        return b.inttoptr(args[0], cx.get_value_type(sig.return_type))
+
+    return types.CPointer(_RECORD)(types.intp), emit  # type: ignore[no-untyped-call]
+
+
+@inlined
+def read(address):  # type: ignore[no-untyped-def]
+    """Return the record at an address."""
+    return carray(_record_pointer(address), 1)[0]

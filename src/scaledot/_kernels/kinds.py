@@ -1,0 +1,151 @@
+"""In which numbers a kernel computes: a type that every inner function is compiled for.
+
+Functions are written once. Their first argument is one of the types below, and what depends on it
+is decided while compiling.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from llvmlite import ir
+from numba import carray  # type: ignore[attr-defined]
+from numba.core import types
+
+from scaledot._kernels import simd
+from scaledot._kernels.jit import inlined, intrinsic
+from scaledot._kernels.simd import I64, Vectors
+from scaledot._kernels.target import HOST
+
+
+class Single(NamedTuple):
+    """Everything in float32, whatever the dtype of the arrays."""
+
+    unused: int
+
+
+class Pairs(NamedTuple):
+    """Products of bfloat16, two by two, added to float32."""
+
+    unused: int
+
+
+class Double(NamedTuple):
+    """Everything in float64."""
+
+    unused: int
+
+
+class Brain(NamedTuple):
+    """Arrays of bfloat16, read in place; everything in float32."""
+
+    unused: int
+
+
+class Half(NamedTuple):
+    """Arrays of float16, read in place; everything in float32."""
+
+    unused: int
+
+
+def vectors(kind: Any) -> Vectors:
+    """What emits vector code for a kind, from its Numba type."""
+    return simd.DOUBLE if kind.instance_class is Double else simd.SINGLE
+
+
+def is_pairs(kind: Any) -> bool:
+    """Whether products are of pairs of bfloat16, from the kind's Numba type."""
+    return bool(kind.instance_class is Pairs)
+
+
+def widen(kind: Any) -> tuple[Any, Any]:
+    """Type of the numbers in arrays that are read in place, and how a vector of them is read."""
+    if kind.instance_class is Brain:
+        return simd.I16, _read_brain
+    if kind.instance_class is Half:
+        return simd.I16, _read_half
+    raw = simd.I32 if is_pairs(kind) else vectors(kind).scalar
+    return raw, lambda b, v, x: x
+
+
+def _read_brain(b: Any, v: Vectors, x: Any) -> Any:
+    wide = b.zext(x, v.integers)
+    return b.bitcast(b.shl(wide, v.iconst(16)), v.vector)
+
+
+def _read_half(b: Any, v: Vectors, x: Any) -> Any:
+    """By the processor's instruction, or by integers (see `pack`) where it may have none."""
+    if HOST.f16:
+        return b.fpext(b.bitcast(x, ir.VectorType(ir.HalfType(), v.lanes)), v.vector)
+    wide = b.zext(x, v.integers)
+    sign = b.shl(b.and_(wide, v.iconst(0x8000)), v.iconst(16))
+    magnitude = b.shl(b.and_(wide, v.iconst(0x7FFF)), v.iconst(13))
+    normal = b.bitcast(b.fmul(b.bitcast(magnitude, v.vector), v.const(2.0**112)), v.integers)
+    special = b.icmp_unsigned(">=", magnitude, v.iconst(0x7C00 << 13))
+    bits = b.select(special, b.or_(magnitude, v.iconst(0x7F800000)), normal)
+    return b.bitcast(b.or_(bits, sign), v.vector)
+
+
+def _constant(value: Any) -> Any:
+    @intrinsic
+    def constant(context: Any, kind: Any) -> Any:
+        def emit(cx: Any, b: Any, sig: Any, args: Any) -> Any:
+            return I64(int(value(kind)))
+
+        return types.intp(kind), emit
+
+    return constant
+
+
+def _item(kind: Any) -> int:
+    halves = kind.instance_class in (Pairs, Brain, Half)
+    return 2 if halves else vectors(kind).size
+
+
+lanes = _constant(lambda kind: vectors(kind).lanes)
+size = _constant(lambda kind: vectors(kind).size)
+has_pairs = _constant(is_pairs)
+"""1 for `Pairs`, else 0."""
+item = _constant(_item)
+"""Bytes of a number in the arrays."""
+highest_bits = _constant(
+    lambda kind: 0x7C00 if kind.instance_class is Half
+    else {2: 0x7F80, 4: 0x7F800000, 8: 0x7FF << 52}[_item(kind)]
+)
+"""Bits of the exponent, all set in infinities and nan."""
+
+
+@intrinsic
+def _pointer(context: Any, kind: Any, address: Any) -> Any:
+    def emit(cx: Any, b: Any, sig: Any, args: Any) -> Any:
+        return b.inttoptr(args[1], cx.get_value_type(sig.return_type))
+
+    pointer = types.CPointer(vectors(kind).number)  # type: ignore[no-untyped-call]
+    return pointer(kind, types.intp), emit
+
+
+@intrinsic
+def number(context: Any, kind: Any, x: Any) -> Any:
+    """A float64 as a number of the kind."""
+
+    def emit(cx: Any, b: Any, sig: Any, args: Any) -> Any:
+        return args[1] if vectors(kind).double else b.fptrunc(args[1], simd.F32)
+
+    return vectors(kind).number(kind, types.float64), emit
+
+
+@inlined
+def numbers(kind, address, count):  # type: ignore[no-untyped-def]
+    """``count`` numbers at an address, as an array that owns nothing."""
+    return carray(_pointer(kind, address), count)
+
+
+SUBS = 4
+"""Blocks of queries that share a tile of keys and values once it is converted."""
+BLOCK_KV = 128
+"""Keys of a tile; a multiple of every micro-kernel, and one block of a block mask."""
+
+
+def block_q(double: bool) -> int:
+    """Queries of one task."""
+    return SUBS * HOST.nr * (simd.DOUBLE if double else simd.SINGLE).lanes

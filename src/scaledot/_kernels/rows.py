@@ -1,0 +1,297 @@
+"""Inner loops with lanes along a row: few queries that read keys and values as they lie in memory.
+
+Here the lanes of a vector are features (products) or keys (softmax). Loads widen the numbers of
+the arrays to those that are computed with.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from llvmlite import ir
+from numba.core import types
+
+from scaledot._kernels import simd
+from scaledot._kernels.jit import intrinsic
+from scaledot._kernels.kinds import is_pairs, vectors, widen
+from scaledot._kernels.simd import I8, I16, I32, I64, LOG2E, Vectors
+from scaledot._kernels.target import HOST
+
+INT = types.intp
+AHEAD = 2048  # bytes: how far before its use memory is asked for
+COLUMNS = 4  # vectors of values at a time
+
+
+def _prefetch(b: Any, p: Any) -> None:
+    place = b.gep(b.bitcast(p, I8.as_pointer()), [I64(AHEAD)])
+    name = "llvm.prefetch.p0"
+    signature = ir.FunctionType(ir.VoidType(), [place.type, I32, I32, I32])
+    function = simd.cgutils.get_or_insert_function(b.module, signature, name)  # type: ignore[no-untyped-call]
+    b.call(function, [place, I32(0), I32(3), I32(1)])
+
+
+def _folded(b: Any, v: Vectors, sums: list[Any]) -> Any:
+    """Vector whose lane k is the sum of the lanes of vector k."""
+    n, width = len(sums), 1
+    while width < n:
+        for i in range(0, n, 2 * width):
+            x, y = sums[i], sums[i + width]
+            low = [k if not k & width else n + k - width for k in range(n)]
+            high = [k + width if not k & width else n + k for k in range(n)]
+            parts = [
+                b.shuffle_vector(x, y, ir.Constant(ir.VectorType(I32, n), order))
+                for order in (low, high)
+            ]
+            sums[i] = b.fadd(*parts)
+        width *= 2
+    return sums[0]
+
+
+def make_dots(queries: int) -> Any:
+    """Build ``dots(kind, q, q_step, k, k_row, depth, scores, step, scale)``.
+
+    Scores of ``queries`` queries and lanes / queries keys: the products of rows of ``depth``
+    elements, a multiple of the lanes. Each sum is over lanes of partial sums, the same for every
+    number of queries. ``scale`` is applied for `Pairs`, whose queries cannot hold it.
+    """
+
+    @intrinsic
+    def dots(context: Any, kind: Any, q: Any, q_step: Any, k: Any, k_row: Any, depth: Any,
+             scores: Any, step: Any, scale: Any) -> Any:  # fmt: skip
+        v, pairs = vectors(kind), is_pairs(kind)
+        keys = v.lanes // queries
+
+        def emit(cx: Any, b: Any, sig: Any, args: Any) -> Any:
+            element = I32 if pairs else v.scalar
+            p = simd.pointer(b, args[1], element)
+            raw, read = widen(kind)
+            rows = [b.gep(p, [b.mul(args[2], I64(r))]) for r in range(queries)]
+            lines = [simd.pointer(b, b.add(args[3], b.mul(args[4], I64(j))), raw)
+                     for j in range(keys)]  # fmt: skip
+            halves = ir.VectorType(simd.BF16, 2 * v.lanes)
+
+            def add(x: Any, y: Any, total: Any) -> Any:
+                if not pairs:
+                    return v.fma(b, x, y, total)
+                x, y = b.bitcast(x, halves), b.bitcast(y, halves)
+                name = f"llvm.x86.avx512bf16.dpbf16ps.{32 * v.lanes}"
+                return simd.call(b, name, v.vector, total, x, y)
+
+            def body(i: Any, sums: list[Any]) -> list[Any]:
+                xs = [v.load(b, row, i, element) for row in rows]
+                new = list(sums)
+                for j, line in enumerate(lines):
+                    _prefetch(b, b.gep(line, [i]))
+                    y = read(b, v, v.load(b, line, i, raw))
+                    for r, x in enumerate(xs):
+                        place = r * keys + j
+                        new[place] = add(x, y, sums[place])
+                return new
+
+            sums = simd.loop(b, args[5], v.lanes, [v.const(0.0)] * v.lanes, body)
+            total = _folded(b, v, sums)
+            if pairs:
+                total = b.fmul(total, v.splat(b, args[8]))
+            goal = simd.pointer(b, args[6], v.scalar)
+            for r in range(queries):
+                order = ir.Constant(ir.VectorType(I32, keys), [r * keys + j for j in range(keys)])
+                part = b.shuffle_vector(total, total, order)
+                v.store(b, goal, b.mul(args[7], I64(r)), part)
+            return cx.get_dummy_value()
+
+        return types.void(kind, *(INT,) * 7, v.number), emit
+
+    return dots
+
+
+def make_mix(queries: int, columns: int) -> Any:
+    """Build ``mix(kind, weights, step, values, v_row, depth, acc, acc_step, factor)``.
+
+    acc[queries, columns vectors] = acc · factor[query] + weights · values, over ``depth`` keys;
+    for `Pairs` two keys are taken at once and columns is even.
+    """
+
+    @intrinsic
+    def mix(context: Any, kind: Any, weights: Any, step: Any, values: Any, v_row: Any, depth: Any,
+            acc: Any, acc_step: Any, factor: Any) -> Any:  # fmt: skip
+        v, pairs = vectors(kind), is_pairs(kind)
+
+        def emit(cx: Any, b: Any, sig: Any, args: Any) -> Any:
+            raw, read = widen(kind)
+            element = I32 if pairs else v.scalar
+            p, goal = simd.pointer(b, args[1], element), simd.pointer(b, args[6], v.scalar)
+            factors = simd.pointer(b, args[8], v.scalar)
+            rows = [b.gep(p, [b.mul(args[2], I64(r))]) for r in range(queries)]
+
+            def body(i: Any, sums: list[Any]) -> list[Any]:
+                ys = (_paired_rows if pairs else _plain_row)(b, v, args, i, columns, raw, read)
+                new = []
+                for r, row in enumerate(rows):
+                    x = v.splat(b, b.load(b.gep(row, [i])))
+                    for c, y in enumerate(ys):
+                        total = sums[r * columns + c]
+                        new.append(_add_pairs(b, v, x, y, total) if pairs
+                                   else v.fma(b, x, y, total))  # fmt: skip
+                return new
+
+            start = [v.const(0.0)] * (queries * columns)
+            sums = simd.loop(b, args[5], 1, start, body)
+            for r in range(queries):
+                row = b.gep(goal, [b.mul(args[7], I64(r))])
+                a = v.splat(b, b.load(b.gep(factors, [I64(r)])))
+                for c in range(columns):
+                    place = I64(v.lanes * c)
+                    total = v.fma(b, v.load(b, row, place), a, sums[r * columns + c])
+                    v.store(b, row, place, total)
+            return cx.get_dummy_value()
+
+        return types.void(kind, *(INT,) * 8), emit
+
+    return mix
+
+
+def _add_pairs(b: Any, v: Vectors, x: Any, y: Any, total: Any) -> Any:
+    halves = ir.VectorType(simd.BF16, 2 * v.lanes)
+    name = f"llvm.x86.avx512bf16.dpbf16ps.{32 * v.lanes}"
+    return simd.call(b, name, v.vector, total, b.bitcast(x, halves), b.bitcast(y, halves))
+
+
+def _plain_row(
+    b: Any, v: Vectors, args: Any, i: Any, columns: int, raw: Any, read: Any
+) -> list[Any]:
+    """Vectors of the values of one key."""
+    line = simd.pointer(b, b.add(args[3], b.mul(args[4], i)), raw)
+    found = []
+    for c in range(columns):
+        _prefetch(b, b.gep(line, [I64(v.lanes * c)]))
+        found.append(read(b, v, v.load(b, line, I64(v.lanes * c), raw)))
+    return found
+
+
+def _paired_rows(
+    b: Any, v: Vectors, args: Any, i: Any, columns: int, raw: Any, read: Any
+) -> list[Any]:
+    """Vectors of pairs of the values of two keys."""
+    n, found = v.lanes, []
+    lines = [
+        simd.pointer(b, b.add(args[3], b.mul(args[4], b.add(b.mul(i, I64(2)), I64(k)))), I16)
+        for k in range(2)
+    ]
+    wide = ir.VectorType(I16, 2 * n)
+    for c in range(0, columns, 2):
+        both = []
+        for line in lines:
+            place = b.gep(line, [I64(n * c)])
+            _prefetch(b, place)
+            x = b.load(b.bitcast(place, wide.as_pointer()))
+            x.align = 1
+            both.append(x)
+        for half in range(2):
+            order = [half * n + k // 2 + 2 * n * (k % 2) for k in range(2 * n)]
+            mixed = b.shuffle_vector(*both, ir.Constant(ir.VectorType(I32, 2 * n), order))
+            found.append(b.bitcast(mixed, ir.VectorType(I32, n)))
+    return found
+
+
+dots_1, dots_4 = make_dots(1), make_dots(min(4, HOST.lanes // 2))
+mix_1, mix_4 = make_mix(1, COLUMNS), make_mix(4, COLUMNS)
+mix_1_rest, mix_4_rest = make_mix(1, 2), make_mix(4, 2)
+
+
+@intrinsic
+def row_max(context: Any, kind: Any, scores: Any, count: Any) -> Any:
+    """Largest of ``count`` scores (a multiple of the lanes), nan passed over."""
+    v = vectors(kind)
+
+    def emit(cx: Any, b: Any, sig: Any, args: Any) -> Any:
+        p = simd.pointer(b, args[1], v.scalar)
+
+        def body(i: Any, tops: list[Any]) -> list[Any]:
+            return [v.maximum(b, v.load(b, p, i), tops[0])]
+
+        tops = simd.loop(b, args[2], v.lanes, [v.const(float("-inf"))], body)
+        return v.max_lanes(b, tops[0])
+
+    return v.number(kind, INT, INT), emit
+
+
+@intrinsic
+def row_weigh(context: Any, kind: Any, scores: Any, count: Any, top: Any) -> Any:
+    """Turn ``count`` scores into weights ``exp(score - top)`` in place; return their sum."""
+    v = vectors(kind)
+
+    def emit(cx: Any, b: Any, sig: Any, args: Any) -> Any:
+        p, m = simd.pointer(b, args[1], v.scalar), v.splat(b, args[3])
+
+        def body(i: Any, sums: list[Any]) -> list[Any]:
+            x = b.fmul(b.fsub(v.load(b, p, i), m), v.const(LOG2E))
+            w = v.exp2(b, x)
+            v.store(b, p, i, w)
+            return [b.fadd(sums[0], w)]
+
+        sums = simd.loop(b, args[2], v.lanes, [v.const(0.0)], body)
+        return v.sum_lanes(b, sums[0])
+
+    return v.number(kind, INT, INT, v.number), emit
+
+
+@intrinsic
+def row_pairs(context: Any, kind: Any, weights: Any, count: Any, pairs: Any) -> Any:
+    """Round ``count`` weights (a multiple of twice the lanes) to bfloat16; else do nothing."""
+    v = vectors(kind)
+
+    def emit(cx: Any, b: Any, sig: Any, args: Any) -> Any:
+        p, goal = simd.pointer(b, args[1], v.scalar), simd.pointer(b, args[3], I16)
+        halves = ir.VectorType(simd.BF16, 2 * v.lanes)
+
+        def body(i: Any, carried: list[Any]) -> list[Any]:
+            x, y = v.load(b, p, i), v.load(b, p, b.add(i, I64(v.lanes)))
+            name = f"llvm.x86.avx512bf16.cvtne2ps2bf16.{32 * v.lanes}"
+            both = simd.call(b, name, halves, y, x)
+            v.store(b, goal, i, b.bitcast(both, ir.VectorType(I16, 2 * v.lanes)))
+            return []
+
+        if is_pairs(kind):
+            simd.loop(b, args[2], 2 * v.lanes, [], body)
+        return cx.get_dummy_value()
+
+    return types.void(kind, INT, INT, INT), emit
+
+
+@intrinsic
+def row_normalize(context: Any, kind: Any, row: Any, count: Any, factor: Any) -> Any:
+    """Multiply ``count`` weights (a multiple of the lanes) in place; subnormal ones become 0."""
+    v = vectors(kind)
+
+    def emit(cx: Any, b: Any, sig: Any, args: Any) -> Any:
+        p, s = simd.pointer(b, args[1], v.scalar), v.splat(b, args[3])
+        smallest = v.const(float(np.finfo(v.dtype).smallest_normal))
+
+        def body(i: Any, carried: list[Any]) -> list[Any]:
+            x = b.fmul(v.load(b, p, i), s)
+            v.store(b, p, i, b.select(b.fcmp_ordered("<", x, smallest), v.const(0.0), x))
+            return []
+
+        simd.loop(b, args[2], v.lanes, [], body)
+        return cx.get_dummy_value()
+
+    return types.void(kind, INT, INT, v.number), emit
+
+
+@intrinsic
+def row_scale(context: Any, kind: Any, row: Any, count: Any, factor: Any) -> Any:
+    """Multiply ``count`` numbers (a multiple of the lanes) in place."""
+    v = vectors(kind)
+
+    def emit(cx: Any, b: Any, sig: Any, args: Any) -> Any:
+        p, s = simd.pointer(b, args[1], v.scalar), v.splat(b, args[3])
+
+        def body(i: Any, carried: list[Any]) -> list[Any]:
+            v.store(b, p, i, b.fmul(v.load(b, p, i), s))
+            return []
+
+        simd.loop(b, args[2], v.lanes, [], body)
+        return cx.get_dummy_value()
+
+    return types.void(kind, INT, INT, v.number), emit
