@@ -104,9 +104,11 @@ def check_state(state, arguments, lse_plus=0.0):
     check(state.out, out, yardstick_out, arguments)
     # A capped score is rounded at the size of the cap; what a mod adds may bring lse nearer to 0.
     nearest = np.finfo(state.lse.dtype).eps * arguments.get("softcap", 0.0)
-    moved = np.clip(lse, state.lse - nearest - lse_plus, state.lse + nearest - lse_plus)
-    truth = np.where(np.isfinite(lse), moved, lse)
-    check(state.lse, truth + lse_plus, yardstick_lse + lse_plus, arguments)
+    truth = lse + lse_plus
+    with np.errstate(invalid="ignore"):  # of infinities, which stay
+        moved = truth + np.clip(state.lse - truth, -nearest, nearest)
+    truth = np.where(np.isfinite(truth), moved, truth)
+    check(state.lse, truth, yardstick_lse + lse_plus, arguments)
 
 
 def check_out(got, arguments):
@@ -251,6 +253,16 @@ def test_a_length_is_a_slice(arguments, number, impl):
         check_out(got[entry], slice_of_keys(alone, 0, int(kv_len[entry])))
 
 
+def score_in_entry(mod, batch):
+    """A score_mod that takes its entry to be number ``batch``; compilable like ``mod``."""
+    return lambda score, _, head, q_pos, kv_pos: mod(score, batch, head, q_pos, kv_pos)
+
+
+def mask_in_entry(mod, batch):
+    """A mask_mod that takes its entry to be number ``batch``."""
+    return lambda _, head, q_pos, kv_pos: mod(batch, head, q_pos, kv_pos)
+
+
 def entry_of(arguments, batch, entry, lead):
     """The arguments of one entry of the leading axes as a call without these axes."""
     alone = dict(arguments)
@@ -264,9 +276,9 @@ def entry_of(arguments, batch, entry, lead):
         elif name == "seed":
             alone[name] = np.array(naive.seed_of(x, batch, entry, lead), dtype=np.uint64)
         elif name == "score_mod":
-            alone[name] = lambda score, _, *where: arguments["score_mod"](score, batch, *where)
+            alone[name] = score_in_entry(x, batch)
         elif name == "mask_mod":
-            alone[name] = lambda _, *where: arguments["mask_mod"](batch, *where)
+            alone[name] = mask_in_entry(x, batch)
     return alone
 
 

@@ -98,6 +98,7 @@ def test_calls_from_several_threads_at_once(impl):
     assert found == truth
 
 
+@pytest.mark.parametrize("impl", ["dense", "blockwise"])
 def test_a_call_inside_a_mod(impl):
     """A mod may itself use attention, in every thread that runs it."""
     sd.set_num_threads(2)

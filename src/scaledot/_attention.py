@@ -6,7 +6,7 @@ from typing import Any, cast
 
 import numpy as np
 
-from scaledot import _arrays, _blockwise, _checks, _choice, _reference
+from scaledot import _arrays, _checks, _choice, _reference
 from scaledot._errors import value_error
 from scaledot._spec import Options, resolve
 from scaledot._state import State, merged

@@ -12,6 +12,7 @@ from scaledot._spec import Problem
 from scaledot._state import State
 from scaledot._typing import Array
 
+
 def choose(problem: Problem) -> tuple[str, str]:
     """Return the implementation's name and the reason.
 

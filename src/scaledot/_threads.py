@@ -1,16 +1,11 @@
-"""How many threads scaledot's own work uses, and how independent pieces of work share them."""
+"""How many threads scaledot's own work uses."""
 
 from __future__ import annotations
 
 import operator
 import os
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
-from typing import TypeVar
 
 from scaledot._errors import type_error, value_error
-
-T = TypeVar("T")
 
 VARIABLE = "SCALEDOT_NUM_THREADS"
 _HINT = "One thread runs everything on the caller's thread."
@@ -93,29 +88,3 @@ def get_num_threads() -> int:
     True
     """
     return _default() if _num_threads is None else _num_threads
-
-
-def for_each(
-    function: Callable[[T], None], items: Sequence[T], stop: Callable[[], None]
-) -> None:
-    """Call function on every item, on as many threads, while the caller waits.
-
-    The first error is raised, and so is Ctrl-C at once: ``stop()`` tells the functions that still
-    run to end early.
-    """
-    pool = ThreadPoolExecutor(len(items))
-    futures = [pool.submit(function, item) for item in items]
-    pool.shutdown(wait=False)
-    try:
-        for future in futures:
-            future.result()
-    except BaseException:
-        # Ctrl-C may come again and again; and to wait for threads by joining them, which it
-        # interrupts, would take those that still run for ended (CPython before 3.13).
-        while not all(future.done() for future in futures):
-            try:
-                stop()
-                wait(futures)
-            except KeyboardInterrupt:
-                continue
-        raise

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 import sys
 from dataclasses import fields, replace
@@ -13,7 +14,7 @@ import numpy as np
 from scaledot import _arrays, _masks, _threads
 from scaledot._blockwise import Tiles
 from scaledot._errors import value_error
-from scaledot._kernels import decode, forward, layout, mods, threads, weights
+from scaledot._kernels import decode, forward, layout, mods, room, threads, weights
 from scaledot._kernels.call import CALL
 from scaledot._kernels.jit import Kernel
 from scaledot._kernels.kinds import BLOCK_KV, SUBS
@@ -96,8 +97,8 @@ def plan(spec: Spec) -> Plan:
             "float16": decode.decode_half,
             "bfloat16": decode.decode_pairs if HOST.bf16 else decode.decode_brain,
         }[spec.dtype]  # fmt: skip
-        parts = max(1, -(-spec.len_kv // decode.part_length(spec.len_kv)))
-        scratch = decode.room_bytes(*shape, spec.group_size * spec.len_q)
+        parts = max(1, -(-spec.len_kv // room.part_length(spec.len_kv)))
+        scratch = room.room_bytes(*shape, spec.group_size * spec.len_q)
         return Plan(kernel, vectors, entries * spec.num_kv_heads * parts, scratch, parts)
     blocks = -(-spec.len_q // (SUBS * HOST.nr * vectors.lanes))
     kernel = forward.attend_double if double else forward.attend_single
@@ -140,13 +141,29 @@ def weigh(problem: Problem) -> Array:
     spec = problem.spec
     here = _on_host(problem)
     out = np.empty(spec.scores_shape, dtype=_numbers(spec))
-    if out.size:
-        results = {"out": out, "lse": None}
-        if here.sinks is not None:
-            sinks = np.asarray(_arrays.host(here.sinks), dtype=np.float64).reshape(-1)
-            results["sinks"] = np.ascontiguousarray(sinks)
-        _launch(_plan_of_weights(here.spec), here, results)
+    sinks = None
+    if here.sinks is not None:
+        sinks = np.asarray(_arrays.host(here.sinks), dtype=np.float64).reshape(-1)
+        sinks = np.ascontiguousarray(sinks)
+    for start, stop in _runs(here) if out.size else ():
+        results = {"out": out[..., start:stop, :], "lse": None, "sinks": sinks}
+        part = here if (start, stop) == (0, spec.len_q) else here.cut(-2, start, stop)
+        _launch(_plan_of_weights(part.spec), part, results)
     return _back(out, problem)
+
+
+def _runs(problem: Problem) -> list[tuple[int, int]]:
+    """Cut chosen rows where they do not follow each other, if anything depends on where they are.
+
+    Kernels take the queries of a call to be neighbours.
+    """
+    spec, rows = problem.spec, np.asarray(problem.rows)
+    somewhere = (
+        spec.left is None and spec.right is None and problem.terms.slopes is None
+        and problem.score_mod is None and problem.mask_mod is None and problem.block_mask is None
+    )  # fmt: skip
+    cuts = [] if somewhere else [int(i) for i in np.flatnonzero(np.diff(rows) != 1) + 1]
+    return list(itertools.pairwise([0, *cuts, spec.len_q]))
 
 
 def _numbers(spec: Spec) -> Any:
@@ -223,7 +240,9 @@ def _go(
     def stop() -> None:
         counter[0] = NO_LIMIT  # workers end after the task that they are at
 
-    threads.run(kernel.address, record.ctypes.data, num_threads, stop, held)
+    status = threads.run(kernel.address, record.ctypes.data, num_threads, stop, held)
+    if status == threads.LOST:
+        raise RuntimeError("the process was forked, by a signal handler, in the midst of the call")
 
 
 def mod_obstacle(problem: Problem) -> str:
@@ -237,7 +256,7 @@ def mod_obstacle(problem: Problem) -> str:
 
 def _compiled(problem: Problem) -> tuple[mods.Mod | None, mods.Mod | None]:
     score_mod, mask_mod = problem.score_mod, problem.mask_mod
-    precision = "float64" if problem.spec.dtype == "float64" else "float32"
+    precision: Any = "float64" if problem.spec.dtype == "float64" else "float32"
     return (
         None if score_mod is None else mods.compile_score_mod(score_mod, precision),
         None if mask_mod is None else mods.compile_mask_mod(mask_mod),
@@ -271,12 +290,12 @@ def _add_mods(
     known["num_classes"] = len(arrays["classes"])
     kernel = forward.class_double if vectors is DOUBLE else forward.class_single
     workers = max(1, min(_threads.get_num_threads(), len(arrays["classes"])))
-    room = np.empty(workers * layout.CLASS_BYTES, dtype=np.uint8)
+    bytes_of_tiles = np.empty(workers * layout.CLASS_BYTES, dtype=np.uint8)
     counter = np.zeros(1, dtype=np.int64)
     record = np.zeros(1, dtype=CALL)
-    own = {**known, "scratch": room.ctypes.data, "scratch_bytes": layout.CLASS_BYTES,
+    own = {**known, "scratch": bytes_of_tiles.ctypes.data, "scratch_bytes": layout.CLASS_BYTES,
            "counter": counter.ctypes.data}  # fmt: skip
-    _go(kernel, record, own, counter, workers, [held, arrays, room, counter, record])
+    _go(kernel, record, own, counter, workers, [held, arrays, bytes_of_tiles, counter, record])
 
 
 def _part_arrays(chosen: Plan, spec: Spec) -> dict[str, Any]:
@@ -296,7 +315,9 @@ def _fields(problem: Problem, out: Any) -> dict[str, Any]:
     spec, terms = problem.spec, problem.terms
     query, key, value = (memory(x) for x in (problem.query, problem.key, problem.value))
     result = memory(out)
+    blocks = problem.block_mask
     known: dict[str, Any] = {
+        "first_row": _first_row(problem), "block_rows": 0 if blocks is None else blocks.shape[-2],
         "num_entries": math.prod(spec.lead), "num_heads": spec.num_heads,
         "group_size": spec.group_size, "len_q": spec.len_q, "len_kv": spec.len_kv,
         "d_k": spec.d_k, "d_v": spec.d_v, "dtype": query.dtype, "out_dtype": result.dtype,
@@ -314,12 +335,15 @@ def _fields(problem: Problem, out: Any) -> dict[str, Any]:
         x = getattr(terms, name)
         if x is not None:
             found = memory(x)
-            row, column = (
-                0 if n == 1 else s for n, s in zip(found.shape[-2:], found.strides[-2:], strict=True)
-            )
+            last = zip(found.shape[-2:], found.strides[-2:], strict=True)
+            row, column = (0 if n == 1 else s for n, s in last)
             known |= {name: found.address, f"{name}_row": row, f"{name}_column": column}
             known["bias_dtype"] = found.dtype if name == "bias" else 0
     return known
+
+
+def _first_row(problem: Problem) -> int:
+    return int(problem.rows[0]) if len(problem.rows) else 0
 
 
 def _softcap(spec: Spec) -> float:
@@ -339,7 +363,7 @@ def _option_arrays(problem: Problem, out: Any) -> dict[str, Any]:
         return _places(found.shape[:-2], found.strides[:-2], target)
 
     arrays = {
-        "q_start": _per_entry(terms.q_start, spec), "kv_start": _per_entry(terms.kv_start, spec),
+        "q_start": _per_entry(terms.q_start + _first_row(problem), spec), "kv_start": _per_entry(terms.kv_start, spec),
         "q_count": _constant(spec.len_q, entries),
         "kv_count": _constant(spec.len_kv, entries) if terms.kv_count is None
         else _per_entry(terms.kv_count, spec),
@@ -373,7 +397,8 @@ def _per_entry(x: Any, spec: Spec) -> Any:
 def _segments(problem: Problem) -> list[Any]:
     """Segment ids of both sides, (lead, length), as int64."""
     spec, sides = problem.spec, []
-    given = [np.asarray(_arrays.host(x)) for x in (problem.terms.q_segment, problem.terms.kv_segment)]
+    terms = problem.terms
+    given = [np.asarray(_arrays.host(x)) for x in (terms.q_segment, terms.kv_segment)]
     if any(x.dtype == np.uint64 for x in given):  # only which are equal matters
         both = np.concatenate([x.reshape(-1).astype(np.uint64) for x in given])
         negative = np.concatenate([(x < 0).reshape(-1) for x in given])
@@ -400,9 +425,7 @@ def _head_keys(problem: Problem) -> Any:
 def _blocks(problem: Problem, heads: tuple[int, ...]) -> Any:
     """Block mask of each pair."""
     blocks = np.asarray(_arrays.host(problem.block_mask))
-    spec = problem.spec
-    shape = tuple(-(-n // BLOCK_KV) for n in (spec.len_q, spec.len_kv))
-    return np.broadcast_to(blocks, (*heads, *shape))
+    return np.broadcast_to(blocks, (*heads, *blocks.shape[-2:]))
 
 
 def tiles(problem: Problem) -> Tiles:

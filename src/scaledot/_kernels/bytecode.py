@@ -36,7 +36,7 @@ def _loads(code: python.CodeType, owner: str) -> Iterator[tuple[str, str, tuple[
         if current:
             yield (*current, tuple(chain))
         current, chain = None, []
-        last = step.argval[-1] if isinstance(step.argval, tuple) else step.argval
+        last = step.argval[-1] if isinstance(step.argval, tuple) and step.argval else step.argval
         if step.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
             current = ("global", last)
         elif step.opname == "LOAD_DEREF" and last in code.co_freevars:

@@ -29,7 +29,8 @@ INTEGERS = (
     "slopes", "sinks",  # float64 per head; sinks only for weights
     "head_keys",  # uint32 (pairs, 2): keys of the dropout hash
     "threshold",  # 0: no dropout
-    "blocks",  # bool (pairs, blocks of queries, blocks of keys)
+    "blocks", "block_rows",  # bool (pairs, block_rows, blocks of keys)
+    "first_row",  # number of the first query, among those that the blocks count
     "score_mod", "mask_mod",  # addresses of native functions
     "classes",  # uint8 (entries or 1, heads or 1, SUBS · tasks, tiles): what mask_mod leaves
     "class_entry", "class_head",  # steps in `classes`, 0 where they are shared
@@ -42,7 +43,7 @@ INTEGERS = (
 )  # fmt: skip
 FLOATS = ("scale", "softcap", "kept_scale")  # softcap 0: none
 CALL = np.dtype([(name, np.int64) for name in INTEGERS] + [(name, np.float64) for name in FLOATS])
-_RECORD = numba.from_dtype(CALL)  # type: ignore[no-untyped-call]
+_RECORD = numba.from_dtype(CALL)
 
 
 @intrinsic

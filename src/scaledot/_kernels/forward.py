@@ -26,14 +26,16 @@ from scaledot._kernels.kinds import (
     numbers,
     size,
 )
-from scaledot._kernels.layout import Scratch, depth_of, place, width_of
+from scaledot._kernels.layout import depth_of, place, width_of
 from scaledot._kernels.matmul import make_accumulate
 from scaledot._kernels.pack import (
-    byte_pointer,
+    FLOAT32,
+    FLOAT64,
     fetch_add,
     fill_panel,
     fill_rows,
     fill_values,
+    has_odd,
     load_byte,
     load_int64,
     load_uint32,
@@ -103,7 +105,7 @@ def drop(kind, call, pair, row, key, keys, row_keys, weights):  # type: ignore[n
 
 
 @separate
-def score_tile(kind, call, scratch, pair, sub, row, count, tile, low, high, seen):  # type: ignore[no-untyped-def]
+def score_tile(kind, call, scratch, pair, sub, row, count, tile, low, high, seen, keys, k_step):  # type: ignore[no-untyped-def]
     """Scores of keys low..high of a tile for one block of queries, and their maxima.
 
     ``low`` and the end of what is computed are multiples of MR; returns that end.
@@ -113,7 +115,9 @@ def score_tile(kind, call, scratch, pair, sub, row, count, tile, low, high, seen
     wide = -(-depth // lanes(kind)) * lanes(kind)
     panel = scratch.panels + size(kind) * sub * wide * span
     first, last = low // MR * MR, -(-high // MR) * MR
-    multiply(kind, call, nr, scratch.keys, panel, first, last, scratch.scores, scratch.top)
+    multiply(
+        kind, call, nr, keys, k_step, panel, first, last, scratch.scores, scratch.top
+    )
     start = scratch.scores + size(kind) * first * span
     changed = False
     if adjusts(call):
@@ -177,27 +181,31 @@ def add_odd(kind, call, scratch, key_pair, sub, count, tile, low, high):  # type
 
 
 @separate
-def accumulate(kind, call, nr, weights, values, first, last, acc, factor):  # type: ignore[no-untyped-def]
-    """acc = acc · factor + values · weights over keys first..last (line 10: O += P V)."""
-    span, width = NR * lanes(kind), width_of(kind, call)
-    half = 1 + has_pairs(kind)
+def accumulate(kind, call, nr, weights, values, v_step, first, last, acc, factor):  # type: ignore[no-untyped-def]
+    """Acc = acc · factor + values · weights over keys first..last (line 10: O += P V)."""
+    span, half = NR * lanes(kind), 1 + has_pairs(kind)
     first, depth = first // half, (last - first) // half
-    b, a = weights + size(kind) * first * span, values + size(kind) * first * width
+    b, a = weights + size(kind) * first * span, values + size(kind) * first * v_step
     for i in range(0, max(1, call.d_v), MR):
         x, c = a + size(kind) * i, acc + size(kind) * i * span
         if nr == 1:
-            accumulate_1(kind, x, 1, width, b, span, depth, c, span, factor)
+            accumulate_1(kind, x, 1, v_step, b, span, depth, c, span, factor)
         elif nr == NR:
-            accumulate_3(kind, x, 1, width, b, span, depth, c, span, factor)
+            accumulate_3(kind, x, 1, v_step, b, span, depth, c, span, factor)
         else:
-            accumulate_2(kind, x, 1, width, b, span, depth, c, span, factor)
+            accumulate_2(kind, x, 1, v_step, b, span, depth, c, span, factor)
 
 
 @separate
-def attend_sub(kind, call, scratch, pair, key_pair, sub, row, count, tile, low, high, seen, odd):  # type: ignore[no-untyped-def]
+def attend_sub(  # type: ignore[no-untyped-def]
+    kind, call, scratch, pair, key_pair, sub, row, count, tile, low, high, seen, odd, keys, k_step,
+    values, v_step,
+):  # fmt: skip
     """Keys low..high of a tile for one block of ``count`` queries from ``row`` on."""
     span, nr = NR * lanes(kind), -(-count // lanes(kind))
-    last = score_tile(kind, call, scratch, pair, sub, row, count, tile, low, high, seen)
+    last = score_tile(
+        kind, call, scratch, pair, sub, row, count, tile, low, high, seen, keys, k_step
+    )
     first = low // MR * MR
     if odd:
         add_odd(kind, call, scratch, key_pair, sub, count, tile, low, high)
@@ -220,32 +228,57 @@ def attend_sub(kind, call, scratch, pair, key_pair, sub, row, count, tile, low, 
             )  # fmt: skip
     weights = scratch.pairs if has_pairs(kind) else scratch.scores
     accumulate(
-        kind, call, nr, weights, scratch.values, first, last,
+        kind, call, nr, weights, values, v_step, first, last,
         scratch.acc + size(kind) * sub * width_of(kind, call) * span, scratch.factor,
     )  # fmt: skip
 
 
+@inlined
+def in_place(kind, call, row_stride, stride, count):  # type: ignore[no-untyped-def]
+    """Whether rows can be multiplied where they lie: the kind's numbers, without gaps."""
+    same = call.dtype == (FLOAT64 if size(kind) == 8 else FLOAT32)
+    return same and stride == size(kind) and row_stride % size(kind) == 0 and count % MR == 0
+
+
 @separate
-def load_tile(kind, call, scratch, key_pair, tile):  # type: ignore[no-untyped-def]
-    """Convert the keys and values of a tile; return how many values are odd."""
+def load_keys(kind, call, key_pair, tile, target):  # type: ignore[no-untyped-def]
+    """Address of a tile's keys and numbers from row to row: in place, or converted."""
     count = min(BLOCK_KV, call.len_kv - tile)
-    rows = -(-count // MR) * MR
     source = call.key + load_int64(call.k_places + 8 * key_pair) + tile * call.k_row
+    if in_place(kind, call, call.k_row, call.k_column, count):
+        return source, call.k_row // size(kind)
+    depth = depth_of(kind, call)
     fill_rows(
-        kind, source, call.k_row, call.k_column, call.dtype, count, call.d_k, rows,
-        depth_of(kind, call), scratch.keys,
+        kind, source, call.k_row, call.k_column, call.dtype, count, call.d_k,
+        -(-count // MR) * MR, depth, target,
     )  # fmt: skip
+    return target, depth
+
+
+@separate
+def load_values(kind, call, scratch, key_pair, tile):  # type: ignore[no-untyped-def]
+    """Address of a tile's values, numbers from row to row, and how many rows are odd."""
+    count = min(BLOCK_KV, call.len_kv - tile)
     source = call.value + load_int64(call.v_places + 8 * key_pair) + tile * call.v_row
-    return fill_values(
-        kind, source, call.v_row, call.v_column, call.dtype, count, rows, call.d_v,
-        width_of(kind, call), scratch.values, scratch.odd, scratch.rows,
+    if in_place(kind, call, call.v_row, call.v_column, count) and call.d_v % MR == 0:
+        clean = True
+        for j in range(count):
+            clean &= not has_odd(kind, source + j * call.v_row, call.d_v)
+        if clean:
+            return source, call.v_row // size(kind), 0
+    width = width_of(kind, call)
+    odd = fill_values(
+        kind, source, call.v_row, call.v_column, call.dtype, count, -(-count // MR) * MR,
+        call.d_v, width, scratch.values, scratch.odd, scratch.rows,
     )  # fmt: skip
+    return scratch.values, width, odd
 
 
 @inlined
 def attend_tile(kind, call, scratch, pair, key_pair, first_row, rows, tile, met):  # type: ignore[no-untyped-def]
     """One tile for all blocks of queries of a task; return whether odd values have been met."""
     span, entry, loaded, odd = NR * lanes(kind), pair // call.num_heads, False, 0
+    keys = values = k_step = v_step = np.int64(0)
     for sub in range(-(-rows // span)):
         row = first_row + sub * span
         count = min(span, rows - sub * span)
@@ -262,13 +295,15 @@ def attend_tile(kind, call, scratch, pair, key_pair, first_row, rows, tile, met)
             if seen == EMPTY:
                 continue
         if not loaded:
-            odd = load_tile(kind, call, scratch, key_pair, tile)
+            keys, k_step = load_keys(kind, call, key_pair, tile, scratch.keys)
+            values, v_step, odd = load_values(kind, call, scratch, key_pair, tile)
             loaded = True
             if odd and not met:
                 numbers(kind, scratch.odd_acc, rows * width_of(kind, call))[:] = 0
         attend_sub(
-            kind, call, scratch, pair, key_pair, sub, row, count, tile, low, high, seen, odd
-        )
+            kind, call, scratch, pair, key_pair, sub, row, count, tile, low, high, seen, odd,
+            keys, k_step, values, v_step,
+        )  # fmt: skip
     return met or odd > 0
 
 
@@ -299,8 +334,8 @@ def finish(kind, call, scratch, pair, sub, row, count, odd):  # type: ignore[no-
             if odd:
                 place = size(kind) * (sub * span + first + i) * width
                 line += numbers(kind, scratch.odd_acc + place, width)
-            source, target = scratch.rows + size(kind) * i * width, out
-            numbers_to_row(kind, source, call.d_v, call.out_dtype, target + (first + i) * call.out_row)
+            source, target = scratch.rows + size(kind) * i * width, out + (first + i) * call.out_row
+            numbers_to_row(kind, source, call.d_v, call.out_dtype, target)
 
 
 @separate

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import hashlib
 import os
 import pickle
@@ -12,7 +13,7 @@ import threading
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import llvmlite
 import numba
@@ -45,6 +46,7 @@ def _cache_folder() -> Path:
     return base / digest.hexdigest()[:24]
 
 
+_separate: set[str] = set()
 _lock = threading.RLock()
 _warned = False
 
@@ -61,6 +63,11 @@ def _warn(problem: object) -> None:
         )
 
 
+def _stands_alone(symbol: str, entry: str) -> bool:
+    """Whether a function must not be put into its callers, by its mangled name."""
+    return any(f"{len(name)}{name}B" in symbol for name in (*_separate, entry))
+
+
 @contextlib.contextmanager
 def _pieces_as_they_are(entry: str) -> Iterator[None]:
     """While an entry point is compiled, optimise it once, whole, and nothing before.
@@ -68,12 +75,15 @@ def _pieces_as_they_are(entry: str) -> Iterator[None]:
     Numba optimises each function and makes machine code of it, then links it into its caller and
     optimises that: a piece six calls deep is compiled six times, which took most of the time.
     """
-    optimize = CPUCodeLibrary._optimize_final_module
-    finalize = CPUCodeLibrary._finalize_final_module
-    set_env = JITCPUCodegen.set_env
+    libraries, codegen = cast(Any, CPUCodeLibrary), cast(Any, JITCPUCodegen)
+    optimize, finalize = libraries._optimize_final_module, libraries._finalize_final_module
+    set_env = codegen.set_env
 
     def optimize_entry(library: Any) -> None:
         if library.name == entry:
+            for function in library._final_module.functions:
+                if not function.is_declaration and _stands_alone(function.name, entry):
+                    function.add_function_attribute("noinline")
             optimize(library)
 
     def finalize_entry(library: Any) -> None:
@@ -83,15 +93,27 @@ def _pieces_as_they_are(entry: str) -> Iterator[None]:
             library._finalize_dynamic_globals()
             library._finalized = True
 
-    CPUCodeLibrary._optimize_final_module = optimize_entry
-    CPUCodeLibrary._finalize_final_module = finalize_entry
-    JITCPUCodegen.set_env = lambda *_: None  # of exceptions, which kernels do not raise
+    libraries._optimize_final_module = optimize_entry
+    libraries._finalize_final_module = finalize_entry
+    codegen.set_env = lambda *_: None  # of exceptions, which kernels do not raise
     try:
         yield
     finally:
-        JITCPUCodegen.set_env = set_env
-        CPUCodeLibrary._optimize_final_module = optimize
-        CPUCodeLibrary._finalize_final_module = finalize
+        codegen.set_env = set_env
+        libraries._optimize_final_module = optimize
+        libraries._finalize_final_module = finalize
+
+
+@contextlib.contextmanager
+def _no_collection() -> Iterator[None]:
+    """Without the garbage collector, which takes a tenth of the time to find nothing."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 class Kernel:
@@ -126,7 +148,7 @@ class Kernel:
             digest, content = data[:32], data[32:]
             if hashlib.sha256(content).digest() != digest:
                 return 0
-            symbol, state = pickle.loads(content)  # noqa: S301 (the user's own cache)
+            symbol, state = pickle.loads(content)
         except (OSError, RuntimeError, ValueError, EOFError, pickle.UnpicklingError):
             return 0
         context = registry.cpu_target.target_context
@@ -135,8 +157,8 @@ class Kernel:
         return int(self._library.get_pointer_to_function(symbol))
 
     def _compiled(self) -> int:
-        with global_compiler_lock, _pieces_as_they_are(self.function.__name__):
-            compiled = numba.cfunc(SIGNATURE, error_model="numpy")(self.function)
+        with global_compiler_lock, _pieces_as_they_are(self.function.__name__), _no_collection():
+            compiled: Any = numba.cfunc(SIGNATURE, error_model="numpy")(self.function)
         self._library = compiled._library
         self._save(compiled._wrapper_name)
         return int(compiled.address)
@@ -171,17 +193,15 @@ def inlined(function: Callable[..., Any]) -> Any:
 
 
 def separate(function: Callable[..., Any]) -> Any:
-    """Compile a piece of a kernel as a function of its own, which several callers share."""
-    options: dict[str, Any] = {"no_cpython_wrapper": True, "no_cfunc_wrapper": True}
-    return numba.njit(nogil=True, error_model="numpy", **options)(function)
+    """Compile a piece of a kernel as a function of its own.
 
-
-def spliced(function: Callable[..., Any]) -> Any:
-    """Put a large piece that is called once into its caller before anything is compiled.
-
-    Each level of compiled pieces would be optimised again in the next: a third of the time.
+    It is compiled once, however many call it, and the registers of an inner loop are not wanted by
+    what is around.
     """
-    return numba.njit(nogil=True, error_model="numpy", inline="always")(function)
+    _separate.add(function.__name__)
+    options: dict[str, Any] = {"no_cpython_wrapper": True, "no_cfunc_wrapper": True}
+    # Said aloud, or it is inherited from who calls.
+    return numba.njit(nogil=True, error_model="numpy", forceinline=False, **options)(function)
 
 
 def intrinsic(function: Callable[..., Any]) -> Any:

@@ -195,7 +195,8 @@ def halves_to_row(source, stride, count, target):  # type: ignore[no-untyped-def
 @separate
 def fill_rows(kind, source, row_stride, stride, code, count, d, rows, step, target):  # type: ignore[no-untyped-def]
     """Rows (count, d) to ``target`` (rows, step), padded with zeros; for `Pairs` two numbers
-    make one of the ``step``."""
+    make one of the ``step``.
+    """
     for j in range(rows):
         row = target + size(kind) * j * step
         valid = d if j < count else 0
@@ -242,8 +243,8 @@ def fill_values(kind, source, row_stride, stride, code, count, rows, d, step, ta
 
 
 @inlined
-def _clear(kind, address, count):  # type: ignore[no-untyped-def]
-    """Set nan and infinities to 0; return whether there were any: by their exponents."""
+def has_odd(kind, address, count):  # type: ignore[no-untyped-def]
+    """Whether there are nan or infinities among numbers: by their exponents."""
     found = np.uint32(0)
     if size(kind) == 4:
         words = carray(word_pointer(address), count)
@@ -253,12 +254,19 @@ def _clear(kind, address, count):  # type: ignore[no-untyped-def]
         longs, top = carray(long_pointer(address), count), np.int64(0x7FF << 52)
         for i in range(count):
             found |= np.uint32((longs[i] & top) == top)
-    if found:
-        row = numbers(kind, address, count)
-        for i in range(count):
-            if not np.isfinite(row[i]):
-                row[i] = 0
-    return np.int64(found)
+    return found != 0
+
+
+@inlined
+def _clear(kind, address, count):  # type: ignore[no-untyped-def]
+    """Set nan and infinities to 0; return whether there were any."""
+    if not has_odd(kind, address, count):
+        return 0
+    row = numbers(kind, address, count)
+    for i in range(count):
+        if not np.isfinite(row[i]):
+            row[i] = 0
+    return 1
 
 
 @inlined
@@ -307,7 +315,9 @@ def transpose_bytes(context: Any, kind: Any, source: Any, source_step: Any, targ
 
 
 @separate
-def fill_panel(kind, source, row_stride, stride, code, count, d, scale, columns, step, rows, target):  # type: ignore[no-untyped-def]
+def fill_panel(  # type: ignore[no-untyped-def]
+    kind, source, row_stride, stride, code, count, d, scale, columns, step, rows, target
+):
     """Queries (count, d), times scale, to a panel ``target`` (depth, step) of columns.
 
     ``rows`` is room for lanes rows of queries, each of full vectors. `Pairs` are not scaled:

@@ -25,10 +25,7 @@ COLUMNS = 4  # vectors of values at a time
 
 def _prefetch(b: Any, p: Any) -> None:
     place = b.gep(b.bitcast(p, I8.as_pointer()), [I64(AHEAD)])
-    name = "llvm.prefetch.p0"
-    signature = ir.FunctionType(ir.VoidType(), [place.type, I32, I32, I32])
-    function = simd.cgutils.get_or_insert_function(b.module, signature, name)  # type: ignore[no-untyped-call]
-    b.call(function, [place, I32(0), I32(3), I32(1)])
+    simd.call(b, "llvm.prefetch.p0", ir.VoidType(), place, I32(0), I32(3), I32(1))
 
 
 def _folded(b: Any, v: Vectors, sums: list[Any]) -> Any:

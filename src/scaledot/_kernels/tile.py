@@ -21,7 +21,7 @@ from scaledot._kernels.pack import (
     row_to_numbers,
 )
 from scaledot._kernels.simd import I8, I32, I64
-from scaledot._kernels.softmax import column_max, soft_cap
+from scaledot._kernels.softmax import soft_cap
 from scaledot._kernels.target import HOST
 
 MR, NR = HOST.mr, HOST.nr
@@ -41,7 +41,7 @@ more_1, more_2, more_3 = _more[0], _more[-2], _more[-1]
 end_1, end_2, end_3 = _end[0], _end[-2], _end[-1]
 
 
-@inlined
+@separate
 def product(kind, nr, a, lda, b, ldb, depth, c, top, scale):  # type: ignore[no-untyped-def]
     """C[MR, nr vectors] = A·B in one sum, then scale and maxima."""
     if nr == 1:
@@ -80,19 +80,19 @@ def long_product(kind, nr, a, lda, b, ldb, depth, c, top, scale, cut):  # type: 
         end_2(kind, x, lda, 1, y, ldb, depth - i, c, ldb, top, scale)
 
 
-@inlined
-def multiply(kind, call, nr, keys, panel, first, last, scores, top):  # type: ignore[no-untyped-def]
+@separate
+def multiply(kind, call, nr, keys, k_step, panel, first, last, scores, top):  # type: ignore[no-untyped-def]
     """scores[first:last] = keys · panel, ``last - first`` a multiple of MR (S = Q Kᵀ, line 8)."""
     span, depth = NR * lanes(kind), depth_of(kind, call)
     cut = DEPTH // 2 if has_pairs(kind) else DEPTH
     scale = number(kind, call.scale)
     numbers(kind, top, span)[:] = -np.inf
     for j in range(first, last, MR):
-        a, c = keys + size(kind) * j * depth, scores + size(kind) * j * span
+        a, c = keys + size(kind) * j * k_step, scores + size(kind) * j * span
         if depth <= cut:
-            product(kind, nr, a, depth, panel, span, depth, c, top, scale)
+            product(kind, nr, a, k_step, panel, span, depth, c, top, scale)
         else:
-            long_product(kind, nr, a, depth, panel, span, depth, c, top, scale, cut)
+            long_product(kind, nr, a, k_step, panel, span, depth, c, top, scale, cut)
 
 
 @inlined

@@ -37,13 +37,14 @@ def of_counts(seen, total):  # type: ignore[no-untyped-def]
 @inlined
 def block_address(call, pair, i, j):  # type: ignore[no-untyped-def]
     """Address of one entry of the block mask."""
-    rows, columns = -(-call.len_q // BLOCK_MASK), -(-call.len_kv // BLOCK_MASK)
-    return call.blocks + (pair * rows + i) * columns + j
+    columns = -(-call.len_kv // BLOCK_MASK)
+    return call.blocks + (pair * call.block_rows + i) * columns + j
 
 
 @inlined
 def class_of_blocks(call, pair, row, count, key):  # type: ignore[no-untyped-def]
     """Class by the block mask; a tile of keys is one block of it."""
+    row += call.first_row
     first, last = row // BLOCK_MASK, (row + count - 1) // BLOCK_MASK
     seen = 0
     for i in range(first, last + 1):
@@ -144,7 +145,7 @@ def join_segments(call, entry, row, count, key, keys, span, target):  # type: ig
 def join_blocks(call, pair, row, count, key, keys, span, target):  # type: ignore[no-untyped-def]
     """Clear the bytes of queries whose block is hidden."""
     for i in range(count):
-        block = (row + i) // BLOCK_MASK
+        block = (call.first_row + row + i) // BLOCK_MASK
         if load_byte(block_address(call, pair, block, key // BLOCK_MASK)) == 0:
             seen = carray(byte_pointer(target + i), (keys, span))
             for j in range(keys):

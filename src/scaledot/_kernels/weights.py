@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 
 from scaledot._kernels.call import read
-from scaledot._kernels.forward import score_tile, start_queries
+from scaledot._kernels.forward import load_keys, score_tile, start_queries
 from scaledot._kernels.jit import inlined, kernel, separate
 from scaledot._kernels.kinds import BLOCK_KV, Double, Pairs, Single, lanes, number, numbers, size
-from scaledot._kernels.layout import depth_of, place
-from scaledot._kernels.pack import fetch_add, fill_rows, load_float64, load_int64, transpose
+from scaledot._kernels.layout import place
+from scaledot._kernels.pack import fetch_add, load_float64, load_int64, transpose
 from scaledot._kernels.rows import row_max, row_normalize, row_weigh
 from scaledot._kernels.target import HOST
 from scaledot._kernels.tile import EMPTY, clip, end_key, first_key, hides
@@ -38,13 +38,11 @@ def scores_of_tile(kind, call, scratch, pair, key_pair, row, count, tile):  # ty
         for i in range(count):
             numbers(kind, out + i * call.out_row + size(kind) * tile, keys)[:] = -INF
         return
-    source = call.key + load_int64(call.k_places + 8 * key_pair) + tile * call.k_row
-    fill_rows(
-        kind, source, call.k_row, call.k_column, call.dtype, keys, call.d_k, -(-keys // MR) * MR,
-        depth_of(kind, call), scratch.keys,
-    )  # fmt: skip
+    rows, k_step = load_keys(kind, call, key_pair, tile, scratch.keys)
     numbers(kind, scratch.scores, low // MR * MR * span)[:] = -INF
-    last = score_tile(kind, call, scratch, pair, 0, row, count, tile, low, high, seen)
+    last = score_tile(
+        kind, call, scratch, pair, 0, row, count, tile, low, high, seen, rows, k_step
+    )
     numbers(kind, scratch.scores + size(kind) * last * span, max(0, keys - last) * span)[:] = -INF
     for first in range(0, count, lane):
         for j in range(0, keys, lane):
