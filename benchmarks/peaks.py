@@ -80,15 +80,17 @@ def registers(dtype: str, threads: int, turns: int = 3_000_000) -> float:
 
 def tile(threads: int, turns: int = 300_000) -> float:
     """GFLOP/s of scaledot's micro-kernel for scores: 64 deep, all of its data in L1."""
-    from scaledot._kernels.matmul import score_tile
+    from scaledot._kernels.kinds import Single
+    from scaledot._kernels.matmul import make_scores
     from scaledot._kernels.target import HOST
 
-    mr, panel, depth = HOST.mr, HOST.panel, 64
+    mr, panel, depth = HOST.mr, HOST.nr * HOST.lanes, 64
+    scores = make_scores(HOST.nr, add=False, last=True)
 
     @numba.njit(nogil=True)
     def repeat(a: int, b: int, c: int, top: int, n: int) -> None:
         for _ in range(n):
-            score_tile(a, depth, b, panel, depth, c, panel, top)
+            scores(Single(0), a, depth, 1, b, panel, depth, c, panel, top, np.float32(1))
 
     sizes = (mr * depth, depth * panel, mr * panel, mr * panel)
     memory = [[np.ones(n, np.float32) for n in sizes] for _ in range(threads)]

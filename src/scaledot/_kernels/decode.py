@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 
 import numpy as np
-from numba import carray  # type: ignore[attr-defined]
 
 from scaledot._kernels.atomics import add as add_shared
 from scaledot._kernels.call import read
@@ -22,27 +21,27 @@ from scaledot._kernels.kinds import (
     Half,
     Pairs,
     Single,
+    bytes_at,
+    halves_at,
     has_pairs,
     highest_bits,
     item,
     lanes,
+    longs_at,
     number,
     numbers,
     size,
+    words_at,
 )
 from scaledot._kernels.pack import (
-    byte_pointer,
     fetch_add,
-    half_pointer,
     halves_to_row,
     load_byte,
     load_int64,
     load_uint32,
-    long_pointer,
     numbers_to_row,
     row_to_numbers,
     transpose,
-    word_pointer,
 )
 from scaledot._kernels.room import length_of_part, num_parts, padded, take_room
 from scaledot._kernels.rows import (
@@ -89,7 +88,7 @@ def load_queries(kind, call, room, key_pair):  # type: ignore[no-untyped-def]
         if has_pairs(kind):
             target = room.q + 2 * r * depth
             halves_to_row(source, call.q_column, call.d_k, target)
-            carray(half_pointer(target), depth)[call.d_k :] = 0
+            halves_at(target, depth)[call.d_k :] = 0
         else:
             target = room.q + size(kind) * r * depth
             row_to_numbers(kind, source, call.q_column, call.d_k, call.dtype, target)
@@ -106,14 +105,14 @@ def copy_rows(kind, source, row_stride, stride, count, d, step, target):  # type
     for j in range(BLOCK_KV):
         place, valid = target + item(kind) * j * step, d if j < count else 0
         if item(kind) == 2:
-            row = carray(half_pointer(place), step)
+            row = halves_at(place, step)
             if stride == 2:
-                given = carray(half_pointer(source + j * row_stride), valid)
+                given = halves_at(source + j * row_stride, valid)
                 for i in range(valid):
                     row[i] = given[i]
             else:
                 for i in range(valid):
-                    row[i] = carray(half_pointer(source + j * row_stride + i * stride), 1)[0]
+                    row[i] = halves_at(source + j * row_stride + i * stride, 1)[0]
             row[valid:] = 0
         else:
             row_to_numbers(
@@ -131,22 +130,22 @@ def call_dtype(kind):  # type: ignore[no-untyped-def]
 @separate
 def clear_odd(kind, values, step, count, d, odd):  # type: ignore[no-untyped-def]
     """Set nan and infinities of copied values to 0 and mark their keys; return their number."""
-    marks, found = carray(byte_pointer(odd), BLOCK_KV), 0
+    marks, found = bytes_at(odd, BLOCK_KV), 0
     top = highest_bits(kind)
     for j in range(count):
         marks[j] = 0
         place = values + item(kind) * j * step
         for i in range(d):
             if item(kind) == 2:
-                bits = np.int64(carray(half_pointer(place), step)[i])
+                bits = np.int64(halves_at(place, step)[i])
             elif item(kind) == 4:
-                bits = np.int64(carray(word_pointer(place), step)[i])
+                bits = np.int64(words_at(place, step)[i])
             else:
-                bits = carray(long_pointer(place), step)[i]
+                bits = longs_at(place, step)[i]
             if (bits & top) == top:
                 marks[j] = 1
                 if item(kind) == 2:
-                    carray(half_pointer(place), step)[i] = 0
+                    halves_at(place, step)[i] = 0
                 else:
                     numbers(kind, place, step)[i] = 0
         found += marks[j]
@@ -263,25 +262,26 @@ def drop_row(kind, call, pair, row, key, count, weights):  # type: ignore[no-unt
 @separate
 def add_values(kind, call, room, rows, values, v_row, depth):  # type: ignore[no-untyped-def]
     """Acc = acc · factor + weights · values over ``depth`` keys (even, for `Pairs`)."""
-    width, r, wide = padded(kind, call.d_v), 0, COLUMNS * lanes(kind)
+    width, r, halved = padded(kind, call.d_v), 0, 1 + has_pairs(kind)
     weights = room.pairs if has_pairs(kind) else room.scores
-    halved = 1 + has_pairs(kind)
     step = BLOCK_KV // halved  # elements from row to row
     while r < rows:
         some = 4 if r + 4 <= rows else 1
-        w = weights + size(kind) * r * step
-        factor = room.factor + size(kind) * r
-        for c in range(0, width, wide):
-            acc = room.acc + size(kind) * (r * width + c)
-            v = values + item(kind) * c
-            if some == 4 and c + wide <= width:
-                mix_4(kind, w, step, v, v_row, depth // halved, acc, width, factor)
-            elif some == 4:
-                mix_4_rest(kind, w, step, v, v_row, depth // halved, acc, width, factor)
-            elif c + wide <= width:
+        w, factor = weights + size(kind) * r * step, room.factor + size(kind) * r
+        wide = (COLUMNS if some == 1 else COLUMNS // 2) * lanes(kind)
+        c = 0
+        while c < width:
+            acc, v = room.acc + size(kind) * (r * width + c), values + item(kind) * c
+            whole = c + wide <= width
+            if some == 1 and whole:
                 mix_1(kind, w, step, v, v_row, depth // halved, acc, width, factor)
-            else:
+            elif some == 1:
                 mix_1_rest(kind, w, step, v, v_row, depth // halved, acc, width, factor)
+            elif whole:
+                mix_4(kind, w, step, v, v_row, depth // halved, acc, width, factor)
+            else:
+                mix_4_rest(kind, w, step, v, v_row, depth // halved, acc, width, factor)
+            c += wide if whole else 2 * lanes(kind)
         r += some
 
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 
 import numpy as np
-from numba import carray  # type: ignore[attr-defined]
 
 from scaledot._kernels.call import read
 from scaledot._kernels.jit import inlined, kernel, separate
@@ -25,26 +24,26 @@ from scaledot._kernels.kinds import (
     number,
     numbers,
     size,
+    words_at,
 )
 from scaledot._kernels.layout import depth_of, place, width_of
 from scaledot._kernels.matmul import make_accumulate
 from scaledot._kernels.pack import (
     FLOAT32,
     FLOAT64,
+    all_finite,
     fetch_add,
     fill_panel,
     fill_rows,
     fill_values,
-    has_odd,
     load_byte,
     load_int64,
     load_uint32,
     numbers_to_row,
     row_to_numbers,
     transpose,
-    word_pointer,
 )
-from scaledot._kernels.softmax import column_max, pair_weights, raise_max, weigh
+from scaledot._kernels.softmax import column_max, pair_weights, raise_max, weigh, weigh_pairs
 from scaledot._kernels.target import HOST
 from scaledot._kernels.tile import (
     EMPTY,
@@ -85,8 +84,8 @@ def drop(kind, call, pair, row, key, keys, row_keys, weights):  # type: ignore[n
     first = load_uint32(call.head_keys + 8 * pair)
     second = load_uint32(call.head_keys + 8 * pair + 4)
     start = np.uint32((load_int64(call.q_start + 8 * entry) + row) & 0xFFFFFFFF)
-    row_a = carray(word_pointer(row_keys), span)
-    row_b = carray(word_pointer(row_keys + 4 * span), span)
+    row_a = words_at(row_keys, span)
+    row_b = words_at(row_keys + 4 * span, span)
     for i in range(span):
         row_a[i] = mix(np.uint32(first ^ np.uint32(start + np.uint32(i))))
         row_b[i] = mix(np.uint32(np.uint32(row_a[i] + np.uint32(0x9E3779B9)) ^ second))
@@ -133,7 +132,7 @@ def score_tile(kind, call, scratch, pair, sub, row, count, tile, low, high, seen
                 kind, scratch.scores + size(kind) * low * span + column, span, high - low,
                 scratch.seen + c * lanes(kind),
             )  # fmt: skip
-    bottom, top = first_key(call, entry, row), end_key(call, entry, row)
+    top = end_key(call, entry, row)
     inside = first_key(call, entry, row + count - 1) - tile <= first and top - tile >= last
     if not inside:
         changed = True
@@ -214,10 +213,11 @@ def attend_sub(  # type: ignore[no-untyped-def]
         column, place = size(kind) * c * lanes(kind), size(kind) * (sub * span + c * lanes(kind))
         row_max, row_sum = scratch.row_max + place, scratch.row_sum + place
         raise_max(kind, scratch.top + column, row_max, row_sum, scratch.factor + column)
-        weigh(
-            kind, start + column, span, last - first, row_max, row_sum,
-            scratch.pairs + size(kind) * first // 2 * span + column,
-        )  # fmt: skip
+        pairs = scratch.pairs + size(kind) * first // 2 * span + column
+        if has_pairs(kind) and not call.threshold:
+            weigh_pairs(kind, start + column, span, last - first, row_max, row_sum, pairs)
+        else:
+            weigh(kind, start + column, span, last - first, row_max, row_sum)
     if call.threshold:
         drop(kind, call, pair, row, tile + first, last - first, scratch.row_keys, start)
         for c in range(nr):
@@ -235,9 +235,18 @@ def attend_sub(  # type: ignore[no-untyped-def]
 
 @inlined
 def in_place(kind, call, row_stride, stride, count):  # type: ignore[no-untyped-def]
-    """Whether rows can be multiplied where they lie: the kind's numbers, without gaps."""
+    """Whether rows can be multiplied where they lie: what the kind takes, without gaps."""
     same = call.dtype == (FLOAT64 if size(kind) == 8 else FLOAT32)
     return same and stride == size(kind) and row_stride % size(kind) == 0 and count % MR == 0
+
+
+@inlined
+def pairs_in_place(kind, call, count):  # type: ignore[no-untyped-def]
+    """Whether keys of bfloat16 can be multiplied as the pairs that they are in memory."""
+    return (
+        has_pairs(kind) and call.k_column == 2 and call.k_row % 4 == 0 and call.d_k % 2 == 0
+        and call.d_k > 0 and count % MR == 0
+    )  # fmt: skip
 
 
 @separate
@@ -245,7 +254,7 @@ def load_keys(kind, call, key_pair, tile, target):  # type: ignore[no-untyped-de
     """Address of a tile's keys and numbers from row to row: in place, or converted."""
     count = min(BLOCK_KV, call.len_kv - tile)
     source = call.key + load_int64(call.k_places + 8 * key_pair) + tile * call.k_row
-    if in_place(kind, call, call.k_row, call.k_column, count):
+    if in_place(kind, call, call.k_row, call.k_column, count) or pairs_in_place(kind, call, count):
         return source, call.k_row // size(kind)
     depth = depth_of(kind, call)
     fill_rows(
@@ -260,13 +269,10 @@ def load_values(kind, call, scratch, key_pair, tile):  # type: ignore[no-untyped
     """Address of a tile's values, numbers from row to row, and how many rows are odd."""
     count = min(BLOCK_KV, call.len_kv - tile)
     source = call.value + load_int64(call.v_places + 8 * key_pair) + tile * call.v_row
-    if in_place(kind, call, call.v_row, call.v_column, count) and call.d_v % MR == 0:
-        clean = True
-        for j in range(count):
-            clean &= not has_odd(kind, source + j * call.v_row, call.d_v)
-        if clean:
-            return source, call.v_row // size(kind), 0
     width = width_of(kind, call)
+    if in_place(kind, call, call.v_row, call.v_column, count) and call.d_v == width:
+        if all_finite(kind, source, call.v_row, count, width):
+            return source, call.v_row // size(kind), 0
     odd = fill_values(
         kind, source, call.v_row, call.v_column, call.dtype, count, -(-count // MR) * MR,
         call.d_v, width, scratch.values, scratch.odd, scratch.rows,
@@ -298,13 +304,13 @@ def attend_tile(kind, call, scratch, pair, key_pair, first_row, rows, tile, met)
             keys, k_step = load_keys(kind, call, key_pair, tile, scratch.keys)
             values, v_step, odd = load_values(kind, call, scratch, key_pair, tile)
             loaded = True
-            if odd and not met:
+            if odd and met == 0:
                 numbers(kind, scratch.odd_acc, rows * width_of(kind, call))[:] = 0
         attend_sub(
             kind, call, scratch, pair, key_pair, sub, row, count, tile, low, high, seen, odd,
             keys, k_step, values, v_step,
         )  # fmt: skip
-    return met or odd > 0
+    return met + odd
 
 
 @separate
@@ -376,7 +382,7 @@ def attend_block(kind, call, scratch, pair, first_row):  # type: ignore[no-untyp
         return 1
     start_block(kind, call, scratch, pair, first_row, rows)
     low, high = first_key(call, entry, first_row), end_key(call, entry, first_row + rows - 1)
-    met = False
+    met = np.int64(0)
     for tile in range(low // BLOCK_KV * BLOCK_KV, high, BLOCK_KV):
         met = attend_tile(kind, call, scratch, pair, key_pair, first_row, rows, tile, met)
     for sub in range(-(-rows // span)):

@@ -9,11 +9,11 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from llvmlite import ir
-from numba import carray  # type: ignore[attr-defined]
 from numba.core import types
+from numba.np.arrayobj import populate_array
 
 from scaledot._kernels import simd
-from scaledot._kernels.jit import inlined, intrinsic
+from scaledot._kernels.jit import intrinsic
 from scaledot._kernels.simd import I64, Vectors
 from scaledot._kernels.target import HOST
 
@@ -63,7 +63,7 @@ def widen(kind: Any) -> tuple[Any, Any]:
     if kind.instance_class is Brain:
         return simd.I16, _read_brain
     if kind.instance_class is Half:
-        return simd.I16, _read_half
+        return simd.I16, read_half
     raw = simd.I32 if is_pairs(kind) else vectors(kind).scalar
     return raw, lambda b, v, x: x
 
@@ -73,7 +73,7 @@ def _read_brain(b: Any, v: Vectors, x: Any) -> Any:
     return b.bitcast(b.shl(wide, v.iconst(16)), v.vector)
 
 
-def _read_half(b: Any, v: Vectors, x: Any) -> Any:
+def read_half(b: Any, v: Vectors, x: Any) -> Any:
     """By the processor's instruction, or by integers (see `pack`) where it may have none."""
     if HOST.f16:
         return b.fpext(b.bitcast(x, ir.VectorType(ir.HalfType(), v.lanes)), v.vector)
@@ -116,15 +116,6 @@ highest_bits = _constant(
 
 
 @intrinsic
-def _pointer(context: Any, kind: Any, address: Any) -> Any:
-    def emit(cx: Any, b: Any, sig: Any, args: Any) -> Any:
-        return b.inttoptr(args[1], cx.get_value_type(sig.return_type))
-
-    pointer = types.CPointer(vectors(kind).number)  # type: ignore[no-untyped-call]
-    return pointer(kind, types.intp), emit
-
-
-@intrinsic
 def number(context: Any, kind: Any, x: Any) -> Any:
     """A float64 as a number of the kind."""
 
@@ -134,10 +125,45 @@ def number(context: Any, kind: Any, x: Any) -> Any:
     return vectors(kind).number(kind, types.float64), emit
 
 
-@inlined
-def numbers(kind, address, count):  # type: ignore[no-untyped-def]
-    """``count`` numbers at an address, as an array that owns nothing."""
-    return carray(_pointer(kind, address), count)
+def _view(cx: Any, b: Any, sig: Any, address: Any, count: Any) -> Any:
+    """Array on memory that it does not own; much less to compile than `numba.carray`."""
+    kind = sig.return_type
+    bytes_each = kind.dtype.bitwidth // 8
+    array = cx.make_array(kind)(cx, b)
+    pointer = b.inttoptr(address, cx.get_data_type(kind.dtype).as_pointer())
+    populate_array(
+        array, data=pointer, shape=[count], strides=[I64(bytes_each)], itemsize=I64(bytes_each),
+        meminfo=None,
+    )  # fmt: skip
+    return array._getvalue()
+
+
+@intrinsic
+def numbers(context: Any, kind: Any, address: Any, count: Any) -> Any:
+    """``count`` numbers of the kind at an address, as an array that owns nothing."""
+
+    def emit(cx: Any, b: Any, sig: Any, args: Any) -> Any:
+        return _view(cx, b, sig, args[1], args[2])
+
+    result = types.Array(vectors(kind).number, 1, "C")
+    return result(kind, types.intp, types.intp), emit
+
+
+def _viewer(dtype: Any) -> Any:
+    @intrinsic
+    def view(context: Any, address: Any, count: Any) -> Any:
+        def emit(cx: Any, b: Any, sig: Any, args: Any) -> Any:
+            return _view(cx, b, sig, args[0], args[1])
+
+        return types.Array(dtype, 1, "C")(types.intp, types.intp), emit
+
+    return view
+
+
+# Arrays of other types at an address: of bytes, of 16 and 32 bits without sign, of 64 with.
+bytes_at, halves_at = _viewer(types.uint8), _viewer(types.uint16)
+words_at, longs_at = _viewer(types.uint32), _viewer(types.int64)
+floats_at, doubles_at = _viewer(types.float32), _viewer(types.float64)
 
 
 SUBS = 4

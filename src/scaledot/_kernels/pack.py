@@ -9,12 +9,25 @@ from typing import Any
 
 import numpy as np
 from llvmlite import ir
-from numba import carray  # type: ignore[attr-defined]
 from numba.core import types
 
 from scaledot._kernels import simd
 from scaledot._kernels.jit import inlined, intrinsic, separate
-from scaledot._kernels.kinds import has_pairs, lanes, number, numbers, size, vectors
+from scaledot._kernels.kinds import (
+    bytes_at,
+    doubles_at,
+    floats_at,
+    halves_at,
+    has_pairs,
+    lanes,
+    longs_at,
+    number,
+    numbers,
+    read_half,
+    size,
+    vectors,
+    words_at,
+)
 from scaledot._kernels.simd import I8, I64
 
 FLOAT32, FLOAT16, BFLOAT16, FLOAT64 = 0, 1, 2, 3
@@ -74,23 +87,26 @@ load_uint32 = _loader(ir.IntType(32), types.uint32, lambda b, x: x)
 load_byte = _loader(ir.IntType(8), types.uint8, lambda b, x: x)
 
 
-def _viewer(dtype: Any) -> Any:
-    @intrinsic
-    def pointer(context: Any, address: Any) -> Any:
-        def emit(cx: Any, b: Any, sig: Any, args: Any) -> Any:
-            return b.inttoptr(args[0], cx.get_value_type(sig.return_type))
+@intrinsic
+def widen_halves(context: Any, kind: Any, source: Any, count: Any, target: Any) -> Any:
+    """Numbers of float16 without gaps to float32; returns how many: whole vectors only."""
+    v = vectors(kind)
 
-        return types.CPointer(dtype)(types.intp), emit  # type: ignore[no-untyped-call]
+    def emit(cx: Any, b: Any, sig: Any, args: Any) -> Any:
+        if v.double:
+            return I64(0)
+        p, goal = simd.pointer(b, args[1], simd.I16), simd.pointer(b, args[3], v.scalar)
+        whole = b.and_(args[2], I64(-v.lanes))
 
-    return pointer
+        def body(i: Any, carried: list[Any]) -> list[Any]:
+            v.store(b, goal, i, read_half(b, v, v.load(b, p, i, simd.I16)))
+            return []
 
+        with b.if_then(b.icmp_signed(">", whole, I64(0))):
+            simd.loop(b, whole, v.lanes, [], body)
+        return whole
 
-byte_pointer = _viewer(types.uint8)
-half_pointer = _viewer(types.uint16)
-word_pointer = _viewer(types.uint32)
-long_pointer = _viewer(types.int64)
-float_pointer = _viewer(types.float32)
-double_pointer = _viewer(types.float64)
+    return types.intp(kind, *(types.intp,) * 3), emit
 
 
 @separate
@@ -101,7 +117,7 @@ def row_to_numbers(kind, source, stride, count, code, target):  # type: ignore[n
     """
     row = numbers(kind, target, count)
     if code == FLOAT32 and stride == 4:
-        given = carray(float_pointer(source), count)
+        given = floats_at(source, count)
         for i in range(count):
             row[i] = given[i]
     elif code == FLOAT32:
@@ -114,7 +130,7 @@ def row_to_numbers(kind, source, stride, count, code, target):  # type: ignore[n
         for i in range(count):
             row[i] = load_bfloat16(source + i * stride)
     elif code == FLOAT16 and stride == 2:
-        for i in range(count):
+        for i in range(widen_halves(kind, source, count, target), count):
             row[i] = load_float16(source + 2 * i)
     elif code == FLOAT16:
         for i in range(count):
@@ -160,15 +176,15 @@ def numbers_to_row(kind, source, count, code, target):  # type: ignore[no-untype
     """Write ``count`` of the kind's numbers to a row of any dtype, rounded to nearest."""
     given = numbers(kind, source, count)
     if code == FLOAT64:
-        wide = carray(double_pointer(target), count)
+        wide = doubles_at(target, count)
         for i in range(count):
             wide[i] = given[i]
     elif code == FLOAT32:
-        row = carray(float_pointer(target), count)
+        row = floats_at(target, count)
         for i in range(count):
             row[i] = given[i]
     elif size(kind) == 4:
-        bits, halves = carray(word_pointer(source), count), carray(half_pointer(target), count)
+        bits, halves = words_at(source, count), halves_at(target, count)
         if code == BFLOAT16:
             for i in range(count):
                 halves[i] = _to_bfloat16(bits[i])
@@ -180,9 +196,9 @@ def numbers_to_row(kind, source, count, code, target):  # type: ignore[no-untype
 @inlined
 def halves_to_row(source, stride, count, target):  # type: ignore[no-untyped-def]
     """Copy ``count`` numbers of 16 bits to ``target``; one more is set to 0 if they are odd."""
-    row = carray(half_pointer(target), count + count % 2)
+    row = halves_at(target, count + count % 2)
     if stride == 2:
-        given = carray(half_pointer(source), count)
+        given = halves_at(source, count)
         for i in range(count):
             row[i] = given[i]
     else:
@@ -208,6 +224,60 @@ def fill_rows(kind, source, row_stride, stride, code, count, d, rows, step, targ
             numbers(kind, row, step)[valid:] = 0
 
 
+@intrinsic
+def all_finite(context: Any, kind: Any, source: Any, row_stride: Any, count: Any, d: Any) -> Any:
+    """Whether rows (count, d) of the kind's numbers hold no nan and no infinity.
+
+    ``d`` is a multiple of the lanes. The largest magnitude, as bits, tells.
+    """
+    v = vectors(kind)
+    infinity = 0x7FF << 52 if v.double else 0x7F800000
+
+    def emit(cx: Any, b: Any, sig: Any, args: Any) -> Any:
+        sign = v.iconst((1 << (8 * v.size - 1)) - 1)
+
+        def row(j: Any, tops: list[Any]) -> list[Any]:
+            p = simd.pointer(b, b.add(args[1], b.mul(j, args[2])), v.integer)
+
+            def body(i: Any, inner: list[Any]) -> list[Any]:
+                x = b.and_(v.load(b, p, i, v.integer), sign)
+                return [b.select(b.icmp_unsigned(">", x, inner[0]), x, inner[0])]
+
+            return simd.loop(b, args[4], v.lanes, tops, body)
+
+        top = simd.loop(b, args[3], 1, [v.iconst(0)], row)[0]
+        odd = b.icmp_unsigned(">=", top, v.iconst(infinity))
+        return b.icmp_unsigned("==", b.bitcast(odd, ir.IntType(v.lanes)), ir.IntType(v.lanes)(0))
+
+    return types.boolean(kind, *(types.intp,) * 4), emit
+
+
+@intrinsic
+def interleave(context: Any, kind: Any, first: Any, second: Any, count: Any, target: Any) -> Any:
+    """Two rows of bfloat16 side by side; whether both are finite. ``count``: whole vectors."""
+    v = vectors(kind)
+
+    def emit(cx: Any, b: Any, sig: Any, args: Any) -> Any:
+        rows = [simd.pointer(b, args[i], simd.I16) for i in (1, 2)]
+        goal, halves = simd.pointer(b, args[4], simd.I32), ir.VectorType(simd.I16, 2 * v.lanes)
+
+        def splat(x: int) -> ir.Constant:
+            return ir.Constant(halves, [x] * (2 * v.lanes))
+
+        def body(i: Any, tops: list[Any]) -> list[Any]:
+            low, high = (b.zext(v.load(b, row, i, simd.I16), v.integers) for row in rows)
+            both = b.or_(low, b.shl(high, v.iconst(16)))
+            v.store(b, goal, i, both)
+            x = b.and_(b.bitcast(both, halves), splat(0x7FFF))
+            return [b.select(b.icmp_unsigned(">", x, tops[0]), x, tops[0])]
+
+        top = simd.loop(b, args[3], v.lanes, [splat(0)], body)[0]
+        odd = b.bitcast(b.icmp_unsigned(">=", top, splat(0x7F80)), ir.IntType(2 * v.lanes))
+        return b.icmp_unsigned("==", odd, ir.IntType(2 * v.lanes)(0))
+
+    return types.boolean(kind, *(types.intp,) * 4), emit
+
+
 @separate
 def fill_values(kind, source, row_stride, stride, code, count, rows, d, step, target, odd, rest):  # type: ignore[no-untyped-def]
     """Values (count, d) to ``target`` (rows, step), padded with zeros; return how many are odd.
@@ -216,19 +286,25 @@ def fill_values(kind, source, row_stride, stride, code, count, rows, d, step, ta
     that is not seen would make nan of them. For `Pairs` two keys lie side by side in a row;
     ``rest`` is room for the two.
     """
-    marks, marked = carray(byte_pointer(odd), rows), 0
+    marks, marked = bytes_at(odd, rows), 0
     if has_pairs(kind):
         for j in range(0, rows, 2):
+            place = source + j * row_stride
+            if stride == 2 and j + 1 < count and d == step:
+                goal = target + 4 * (j // 2) * step
+                if interleave(kind, place, place + row_stride, d, goal):
+                    marks[j] = marks[j + 1] = 0
+                    continue
             for k in range(2):
                 valid = d if j + k < count else 0
-                row = carray(half_pointer(rest + 2 * k * step), step)
+                row = halves_at(rest + 2 * k * step, step)
                 halves_to_row(source + (j + k) * row_stride, stride, valid, rest + 2 * k * step)
                 row[valid:] = 0
                 marks[j + k] = _clear_halves(row, valid)
                 marked += marks[j + k]
-            low, high = (carray(half_pointer(rest), step),
-                         carray(half_pointer(rest + 2 * step), step))  # fmt: skip
-            both = carray(word_pointer(target + 4 * (j // 2) * step), step)
+            low, high = (halves_at(rest, step),
+                         halves_at(rest + 2 * step, step))  # fmt: skip
+            both = words_at(target + 4 * (j // 2) * step, step)
             for i in range(step):
                 both[i] = np.uint32(low[i]) | (np.uint32(high[i]) << np.uint32(16))
         return marked
@@ -247,11 +323,11 @@ def has_odd(kind, address, count):  # type: ignore[no-untyped-def]
     """Whether there are nan or infinities among numbers: by their exponents."""
     found = np.uint32(0)
     if size(kind) == 4:
-        words = carray(word_pointer(address), count)
+        words = words_at(address, count)
         for i in range(count):
             found |= np.uint32((words[i] & np.uint32(0x7F800000)) == np.uint32(0x7F800000))
     else:
-        longs, top = carray(long_pointer(address), count), np.int64(0x7FF << 52)
+        longs, top = longs_at(address, count), np.int64(0x7FF << 52)
         for i in range(count):
             found |= np.uint32((longs[i] & top) == top)
     return found != 0

@@ -19,12 +19,13 @@ from scaledot._kernels.simd import I8, I16, I32, I64, LOG2E, Vectors
 from scaledot._kernels.target import HOST
 
 INT = types.intp
-AHEAD = 2048  # bytes: how far before its use memory is asked for
-COLUMNS = 4  # vectors of values at a time
+AHEAD = 4096  # bytes: how far before its use memory is asked for
+COLUMNS = 8  # vectors of values that one query takes at a time: whole rows of 128 numbers
 
 
-def _prefetch(b: Any, p: Any) -> None:
-    place = b.gep(b.bitcast(p, I8.as_pointer()), [I64(AHEAD)])
+def _prefetch(b: Any, p: Any, ahead: Any) -> None:
+    """Ask for the memory that lies ``ahead`` bytes on; nothing happens where there is none."""
+    place = b.gep(b.bitcast(p, I8.as_pointer()), [ahead])
     simd.call(b, "llvm.prefetch.p0", ir.VoidType(), place, I32(0), I32(3), I32(1))
 
 
@@ -75,18 +76,21 @@ def make_dots(queries: int) -> Any:
                 name = f"llvm.x86.avx512bf16.dpbf16ps.{32 * v.lanes}"
                 return simd.call(b, name, v.vector, total, x, y)
 
-            def body(i: Any, sums: list[Any]) -> list[Any]:
-                xs = [v.load(b, row, i, element) for row in rows]
-                new = list(sums)
-                for j, line in enumerate(lines):
-                    _prefetch(b, b.gep(line, [i]))
-                    y = read(b, v, v.load(b, line, i, raw))
-                    for r, x in enumerate(xs):
-                        place = r * keys + j
-                        new[place] = add(x, y, sums[place])
-                return new
+            ahead = b.mul(args[4], I64(keys))  # the keys after these
 
-            sums = simd.loop(b, args[5], v.lanes, [v.const(0.0)] * v.lanes, body)
+            def row(line: Any) -> list[Any]:
+                """Sums of one key: its row is read to the end, as memory is fetched best."""
+
+                def body(i: Any, sums: list[Any]) -> list[Any]:
+                    _prefetch(b, b.gep(line, [i]), ahead)
+                    y = read(b, v, v.load(b, line, i, raw))
+                    xs = [v.load(b, x, i, element) for x in rows]
+                    return [add(x, y, total) for x, total in zip(xs, sums, strict=True)]
+
+                return simd.loop(b, args[5], v.lanes, [v.const(0.0)] * queries, body)
+
+            by_key = [row(line) for line in lines]
+            sums = [by_key[j][r] for r in range(queries) for j in range(keys)]
             total = _folded(b, v, sums)
             if pairs:
                 total = b.fmul(total, v.splat(b, args[8]))
@@ -161,7 +165,7 @@ def _plain_row(
     line = simd.pointer(b, b.add(args[3], b.mul(args[4], i)), raw)
     found = []
     for c in range(columns):
-        _prefetch(b, b.gep(line, [I64(v.lanes * c)]))
+        _prefetch(b, b.gep(line, [I64(v.lanes * c)]), I64(AHEAD))
         found.append(read(b, v, v.load(b, line, I64(v.lanes * c), raw)))
     return found
 
@@ -180,7 +184,7 @@ def _paired_rows(
         both = []
         for line in lines:
             place = b.gep(line, [I64(n * c)])
-            _prefetch(b, place)
+            _prefetch(b, place, I64(AHEAD))
             x = b.load(b.bitcast(place, wide.as_pointer()))
             x.align = 1
             both.append(x)
@@ -192,7 +196,7 @@ def _paired_rows(
 
 
 dots_1, dots_4 = make_dots(1), make_dots(min(4, HOST.lanes // 2))
-mix_1, mix_4 = make_mix(1, COLUMNS), make_mix(4, COLUMNS)
+mix_1, mix_4 = make_mix(1, COLUMNS), make_mix(4, COLUMNS // 2)
 mix_1_rest, mix_4_rest = make_mix(1, 2), make_mix(4, 2)
 
 

@@ -78,38 +78,52 @@ def raise_max(context: Any, kind: Any, top: Any, row_max: Any, row_sum: Any, fac
     return types.void(kind, INT, INT, INT, INT), emit
 
 
+def _weigh(b: Any, v: Vectors, args: Any, goal: Any) -> None:
+    """Emit the loop of `weigh`; weights go to ``goal`` in pairs, or where scores were."""
+    p, p_max, p_sum = (simd.pointer(b, args[i], v.scalar) for i in (1, 4, 5))
+    m = v.load(b, p_max, I64(0))
+    m = b.select(b.fcmp_ordered("==", m, v.const(float("-inf"))), v.const(0.0), m)
+
+    def body(i: Any, sums: list[Any]) -> list[Any]:
+        new, found = [], []
+        for u in range(UNROLL):
+            place = b.mul(b.add(i, I64(u)), args[2])
+            # Not one multiply-add: the rounding of m·log2(e) would show in lse.
+            x = b.fmul(b.fsub(v.load(b, p, place), m), v.const(LOG2E))
+            found.append(v.exp2(b, x))
+            new.append(b.fadd(sums[u], found[u]))
+            if goal is None:
+                v.store(b, p, place, found[u])
+        for u in range(0, UNROLL if goal else 0, 2):
+            place = b.mul(b.lshr(b.add(i, I64(u)), I64(1)), args[2])
+            v.store(b, goal, place, _pair(b, v, found[u], found[u + 1]))
+        return new
+
+    sums = simd.loop(b, args[3], UNROLL, [v.const(0.0)] * UNROLL, body)
+    total = _folded(b, sums, lambda bd, x, y: bd.fadd(x, y))
+    v.store(b, p_sum, I64(0), b.fadd(v.load(b, p_sum, I64(0)), total))
+
+
 @intrinsic
 def weigh(context: Any, kind: Any, column: Any, stride: Any, count: Any, row_max: Any,
-          row_sum: Any, pairs: Any) -> Any:  # fmt: skip
-    """Turn scores into weights ``exp(score - row_max)`` in place; add them to ``row_sum``.
-
-    Of the kind `Pairs` they also go to the column at ``pairs``, rounded, two keys side by side.
-    """
-    v, paired = vectors(kind), is_pairs(kind)
+          row_sum: Any) -> Any:  # fmt: skip
+    """Turn scores into weights ``exp(score - row_max)`` in place; add them to ``row_sum``."""
 
     def emit(cx: Any, b: Any, sig: Any, args: Any) -> Any:
-        p, p_max, p_sum = (simd.pointer(b, args[i], v.scalar) for i in (1, 4, 5))
-        goal = simd.pointer(b, args[6], I32)
-        m = v.load(b, p_max, I64(0))
-        m = b.select(b.fcmp_ordered("==", m, v.const(float("-inf"))), v.const(0.0), m)
+        _weigh(b, vectors(kind), args, None)
+        return cx.get_dummy_value()
 
-        def body(i: Any, sums: list[Any]) -> list[Any]:
-            new, found = [], []
-            for u in range(UNROLL):
-                place = b.mul(b.add(i, I64(u)), args[2])
-                # Not one multiply-add: the rounding of m·log2(e) would show in lse.
-                x = b.fmul(b.fsub(v.load(b, p, place), m), v.const(LOG2E))
-                found.append(v.exp2(b, x))
-                v.store(b, p, place, found[u])
-                new.append(b.fadd(sums[u], found[u]))
-            for u in range(0, UNROLL if paired else 0, 2):
-                place = b.mul(b.lshr(b.add(i, I64(u)), I64(1)), args[2])
-                v.store(b, goal, place, _pair(b, v, found[u], found[u + 1]))
-            return new
+    return types.void(kind, INT, INT, INT, INT, INT), emit
 
-        sums = simd.loop(b, args[3], UNROLL, [v.const(0.0)] * UNROLL, body)
-        total = _folded(b, sums, lambda bd, x, y: bd.fadd(x, y))
-        v.store(b, p_sum, I64(0), b.fadd(v.load(b, p_sum, I64(0)), total))
+
+@intrinsic
+def weigh_pairs(context: Any, kind: Any, column: Any, stride: Any, count: Any, row_max: Any,
+                row_sum: Any, pairs: Any) -> Any:  # fmt: skip
+    """Like `weigh`; the weights of two keys go side by side, rounded, to the column ``pairs``."""
+
+    def emit(cx: Any, b: Any, sig: Any, args: Any) -> Any:
+        if is_pairs(kind):
+            _weigh(b, vectors(kind), args, simd.pointer(b, args[6], I32))
         return cx.get_dummy_value()
 
     return types.void(kind, INT, INT, INT, INT, INT, INT), emit

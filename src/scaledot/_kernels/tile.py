@@ -6,18 +6,25 @@ from typing import Any
 
 import numpy as np
 from llvmlite import ir
-from numba import carray  # type: ignore[attr-defined]
 from numba.core import types
 
 from scaledot._kernels import simd
 from scaledot._kernels.jit import inlined, intrinsic, separate
-from scaledot._kernels.kinds import BLOCK_KV, has_pairs, lanes, number, numbers, size, vectors
+from scaledot._kernels.kinds import (
+    BLOCK_KV,
+    has_pairs,
+    lanes,
+    longs_at,
+    number,
+    numbers,
+    size,
+    vectors,
+)
 from scaledot._kernels.layout import depth_of
 from scaledot._kernels.matmul import make_scores
 from scaledot._kernels.pack import (
     load_float64,
     load_int64,
-    long_pointer,
     row_to_numbers,
 )
 from scaledot._kernels.simd import I8, I32, I64
@@ -25,7 +32,7 @@ from scaledot._kernels.softmax import soft_cap
 from scaledot._kernels.target import HOST
 
 MR, NR = HOST.mr, HOST.nr
-DEPTH = 64  # products that are summed in one go: longer sums round worse than BLAS does
+DEPTH = 128  # products that are summed in one go: longer sums round worse than BLAS does
 EMPTY, FULL, PARTIAL = 0, 1, 2
 FAILED = -1  # status: a user's function raised
 BLOCK_MASK = 128
@@ -229,7 +236,7 @@ def add_mod(kind, call, pair, row, count, key, keys, scores):  # type: ignore[no
         line, head = scores + size(kind) * j * span, pair % call.num_heads
         status = invoke(call.score_mod, line, entry, head, q_pos, kv_pos + j, count)
         if status != 0:
-            carray(long_pointer(call.status), 1)[0] = FAILED
+            longs_at(call.status, 1)[0] = FAILED
 
 
 @intrinsic

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import numpy as np
-from numba import carray  # type: ignore[attr-defined]
 
 from scaledot._kernels.jit import inlined, separate
-from scaledot._kernels.kinds import BLOCK_KV, lanes
+from scaledot._kernels.kinds import BLOCK_KV, bytes_at, lanes, longs_at
 from scaledot._kernels.pack import (
-    byte_pointer,
     load_byte,
     load_int64,
-    long_pointer,
     transpose_bytes,
 )
 from scaledot._kernels.target import HOST
@@ -64,8 +61,8 @@ def class_of_mod(call, pair, row, key, span):  # type: ignore[no-untyped-def]
 @separate
 def class_of_segments(call, entry, row, count, key, keys):  # type: ignore[no-untyped-def]
     """Class by segments: by the ranges of ids on both sides."""
-    q = carray(long_pointer(call.segment_q + 8 * (entry * call.len_q + row)), count)
-    k = carray(long_pointer(call.segment_kv + 8 * (entry * call.len_kv + key)), keys)
+    q = longs_at(call.segment_q + 8 * (entry * call.len_q + row), count)
+    k = longs_at(call.segment_kv + 8 * (entry * call.len_kv + key), keys)
     q_low, q_high, k_low, k_high = HIGHEST, np.int64(-1), HIGHEST, np.int64(-1)
     hidden = False
     for i in range(count):
@@ -87,7 +84,7 @@ def fill_from_mask(kind, call, pair, row, count, key, keys, target):  # type: ig
     span, lane = NR * lanes(kind), lanes(kind)
     base = call.mask + load_int64(call.mask_places + 8 * pair) + key * call.mask_column
     base += row * call.mask_row
-    seen = carray(byte_pointer(target), (BLOCK_KV + lane) * span)
+    seen = bytes_at(target, (BLOCK_KV + lane) * span)
     for first in range(0, count, lane):
         square = call.mask_column == 1 and call.mask_row != 0 and count - first >= lane
         j = 0
@@ -107,7 +104,7 @@ def class_of_bytes(span, count, keys, target):  # type: ignore[no-untyped-def]
     """Class of a tile from its bytes."""
     some, every = np.uint8(0), np.uint8(1)
     for j in range(keys):
-        line = carray(byte_pointer(target + j * span), count)
+        line = bytes_at(target + j * span, count)
         for i in range(count):
             flag = np.uint8(line[i] != 0)
             some |= flag
@@ -121,11 +118,11 @@ def join_mod(call, pair, row, count, key, keys, span, target, line):  # type: ig
     entry, head = pair // call.num_heads, pair % call.num_heads
     q_pos = load_int64(call.q_start + 8 * entry) + row
     kv_pos = load_int64(call.kv_start + 8 * entry) + key
-    kept = carray(byte_pointer(line), count)
+    kept = bytes_at(line, count)
     for j in range(keys):
         if invoke(call.mask_mod, line, entry, head, q_pos, kv_pos + j, count) != 0:
-            carray(long_pointer(call.status), 1)[0] = FAILED
-        seen = carray(byte_pointer(target + j * span), count)
+            longs_at(call.status, 1)[0] = FAILED
+        seen = bytes_at(target + j * span, count)
         for i in range(count):
             seen[i] &= kept[i]
 
@@ -133,10 +130,10 @@ def join_mod(call, pair, row, count, key, keys, span, target, line):  # type: ig
 @separate
 def join_segments(call, entry, row, count, key, keys, span, target):  # type: ignore[no-untyped-def]
     """Clear the bytes of pairs whose ids differ or are negative."""
-    q = carray(long_pointer(call.segment_q + 8 * (entry * call.len_q + row)), count)
-    k = carray(long_pointer(call.segment_kv + 8 * (entry * call.len_kv + key)), keys)
+    q = longs_at(call.segment_q + 8 * (entry * call.len_q + row), count)
+    k = longs_at(call.segment_kv + 8 * (entry * call.len_kv + key), keys)
     for j in range(keys):
-        seen, mine = carray(byte_pointer(target + j * span), count), k[j]
+        seen, mine = bytes_at(target + j * span, count), k[j]
         for i in range(count):
             seen[i] &= np.uint8((q[i] == mine) & (mine >= 0))
 
@@ -147,9 +144,8 @@ def join_blocks(call, pair, row, count, key, keys, span, target):  # type: ignor
     for i in range(count):
         block = (call.first_row + row + i) // BLOCK_MASK
         if load_byte(block_address(call, pair, block, key // BLOCK_MASK)) == 0:
-            seen = carray(byte_pointer(target + i), (keys, span))
             for j in range(keys):
-                seen[j, 0] = 0
+                bytes_at(target + i + j * span, 1)[0] = 0
 
 
 @separate
@@ -176,7 +172,7 @@ def classify(kind, call, pair, row, count, key, keys, target, line):  # type: ig
     if by_blocks == FULL and by_segments == FULL and by_mod == FULL and by_mask == FULL:
         return FULL
     if not call.mask:
-        carray(byte_pointer(target), keys * span)[:] = 1
+        bytes_at(target, keys * span)[:] = 1
     if by_mod == PARTIAL:
         join_mod(call, pair, row, count, key, keys, span, target, line)
     if by_segments == PARTIAL:
@@ -196,8 +192,8 @@ def classify_mod(kind, call, scratch_line, scratch_bytes, task):  # type: ignore
     entry, head = shared // heads, shared % heads
     row, key = block * span, tile * BLOCK_KV
     count, keys = min(span, call.len_q - row), min(BLOCK_KV, call.len_kv - key)
-    carray(byte_pointer(scratch_bytes), keys * span)[:] = 1
+    bytes_at(scratch_bytes, keys * span)[:] = 1
     pair = entry * call.num_heads + head
     join_mod(call, pair, row, count, key, keys, span, scratch_bytes, scratch_line)
     found = class_of_bytes(span, count, keys, scratch_bytes)
-    carray(byte_pointer(call.classes + task), 1)[0] = np.uint8(found)
+    bytes_at(call.classes + task, 1)[0] = np.uint8(found)
