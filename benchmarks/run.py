@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import importlib.util
 import fnmatch
 import json
 import os
@@ -146,6 +147,11 @@ def special_rows(scratch: Path, cells: list[dict[str, Any]]) -> list[dict[str, A
     rows.append(row("first call, imports included, kernels on disk", median(warm), 0.9, "s"))
     extra = child(scratch, "special.py", "memory")["mib"]
     rows.append(row("extra memory of f32 (1, 1, 32768, 64)", extra, 64, "MiB"))
+    if importlib.util.find_spec("torch"):
+        found = child(scratch, "special.py", "beside")
+        slower = max(found["between"], found["after"]) / found["before"]
+        title = "PyTorch's own attention between and after scaledot's calls, by the time before"
+        rows.append(row(title, slower, 1.1, "×"))
     return rows
 
 

@@ -1,6 +1,6 @@
 """Figures of scaledot alone, each measured in a process of its own.
 
-    python special.py weights | memory | first
+    python special.py weights | memory | first | beside
 
 prints JSON. ``first`` times itself, imports included, so nothing is imported above.
 """
@@ -11,6 +11,7 @@ START = time.perf_counter()
 
 import json  # noqa: E402
 import sys  # noqa: E402
+from typing import Any  # noqa: E402
 
 
 def weights() -> dict[str, float]:
@@ -55,5 +56,38 @@ def first() -> dict[str, float]:
     return {"seconds": time.perf_counter() - START}
 
 
+def beside() -> dict[str, float]:
+    """Seconds of PyTorch's own attention before scaledot is loaded, between its calls, and after.
+
+    Medians of 30 calls on (1, 8, 1024, 64) of float32.
+    """
+    import torch
+
+    x = torch.ones(1, 8, 1024, 64)
+
+    def pytorch() -> None:
+        torch.nn.functional.scaled_dot_product_attention(x, x, x)
+
+    def median(*calls: Any) -> float:
+        """Of the first call's seconds; the others are made in between."""
+        seconds = []
+        for _ in range(33):
+            start = time.perf_counter()
+            calls[0]()
+            seconds.append(time.perf_counter() - start)
+            for call in calls[1:]:
+                call()
+        return sorted(seconds[3:])[15]
+
+    found = {"before": median(pytorch)}
+    import scaledot as sd
+
+    sd.attention(x, x, x)
+    found["between"] = median(pytorch, lambda: sd.attention(x, x, x))
+    found["after"] = median(pytorch)
+    return found
+
+
 if __name__ == "__main__":
-    print(json.dumps({"weights": weights, "memory": memory, "first": first}[sys.argv[1]]()))
+    measures = {"weights": weights, "memory": memory, "first": first, "beside": beside}
+    print(json.dumps(measures[sys.argv[1]]()))
