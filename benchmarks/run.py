@@ -12,8 +12,8 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
-import importlib.util
 import fnmatch
+import importlib.util
 import json
 import os
 import shutil
