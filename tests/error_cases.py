@@ -36,6 +36,7 @@ BASE = {"query": ones((2, 4, 5, 8)), "key": ones((2, 2, 7, 8)), "value": ones((2
 QUERY, KEY, VALUE = BASE.values()
 PACKED = {"query": ones((5, 4, 8)), "key": ones((7, 2, 8)), "value": ones((7, 2, 3)),
           "cu_seqlens_q": [0, 2, 5], "cu_seqlens_kv": [0, 3, 7]}
+MASKED = np.ma.array(np.ones(7))
 SAME = "query and key must have the same"
 ONE_OF = "must be one of arrays of NumPy, PyTorch, JAX or array-api-strict"
 ONE_DTYPE = "must share one dtype of float32, float64, float16, bfloat16"
@@ -143,9 +144,6 @@ OPTIONS = [
     *each(TypeError, "seed must be an int or integers", seed=[np.ones(2), bools(2)]),
     *each(ValueError, f"seed {LEADING}", seed=[ints(3)]),
     *each(ValueError, "impl must be one of 'auto', ", "", impl=["fast", None, ["auto"], ones(2)]),
-    *(one(ValueError, KERNELS, "score_mod and mask_mod are called on arrays",
-          impl="kernels", **{name: lambda *arguments: arguments[-1] > 0})
-      for name in ("score_mod", "mask_mod")),
     one(ValueError, KERNELS, "float16, bfloat16, this is float128",
         impl="kernels", bias=np.ones(1, np.longdouble)),
 ]
@@ -188,6 +186,20 @@ MODS = [
     *each(ValueError, f"the result of score_mod {SCORES} = (2, 4, 5, 7)", "2, 4, 5", score_mod=[
         lambda s, b, h, i, j: s[..., :3], lambda s, b, h, i, j: s[None]]),
 ]
+# Why the kernels cannot run a mod, in the error for who asks for them by name.
+SWAPPED = np.dtype(np.float32).newbyteorder("S")
+NOT_COMPILED = [
+    one(ValueError, KERNELS, f"one that they cannot: {why}", impl="kernels", **{name: mod})
+    for why, name, mod in [
+        ("score_mod must be a function that Numba can compile, got ", "score_mod",
+         lambda s, b, h, i, j: s + "a"),
+        ("score_mod must return a floating-point number, got bool", "score_mod",
+         lambda s, b, h, i, j: s > 0),
+        ("mask_mod must return a boolean, got int64", "mask_mod", lambda b, h, i, j: i - j),
+        ("arrays that mask_mod reads must lie in the CPU's memory", "mask_mod",
+         lambda b, h, i, j: MASKED[j] > i),
+    ]
+]
 WHOLE = "must be a 1-D sequence of integers"
 STARTS_Q, STARTS_KV = "cu_seqlens_q", "cu_seqlens_kv"
 BROADCAST = "two states must broadcast against each other"
@@ -207,13 +219,14 @@ OTHERS = {
     "attention": [
         *((*case[:3], case[3] | {"impl": impl})
           for case in MODS for impl in ("dense", "blockwise")),
-        one(ValueError, KERNELS, "they compute in float32, these are float64",
-            impl="kernels", **{name: x.astype(np.float64) for name, x in BASE.items()}),
+        *NOT_COMPILED,
+        one(ValueError, KERNELS, "the bytes of an array are not in this machine's order",
+            impl="kernels", bias=ones(7).astype(SWAPPED)),
     ],
     "attention_weights": [
         one(ValueError, "rows must lie between -5 and 4 for len_q = 5", "0 to 5", rows=[0, 5]),
         one(ValueError, "rows must lie between -5 and 4 for len_q = 5", "-6 to -6", rows=[-6]),
-        one(ValueError, "impl of attention_weights must be 'auto', ", "'kernels'", impl="kernels"),
+        *NOT_COMPILED,
         *each(ValueError, "rows must lie between", "-9223372036854775808", rows=[[-2**63]]),
         *each(ValueError, "rows must be indices", f"{2**64 - 1}",
               rows=[[2**64 - 1], np.array([0, 2**64 - 1], np.uint64)]),

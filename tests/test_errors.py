@@ -13,7 +13,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+import naive
 import scaledot as sd
+import textbook
+from compare import EPS, assert_close
 from error_cases import (
     BASE,
     BASES,
@@ -41,7 +44,8 @@ from error_cases import (
     table,
 )
 from scaledot import _threads
-from scaledot._kernels import target
+from scaledot._bridges import cpu
+from scaledot._kernels import mods, target
 
 SOURCE = Path(sd.__file__).parent
 ELSEWHERE = ("_family", "_family_checks")  # their errors are tested beside their functions
@@ -108,15 +112,89 @@ SCALAR_MODS = {
     "score_mod-if": lambda s, b, h, i, j: s if i > j else -s,
     "score_mod-math": lambda s, b, h, i, j: s + math.sin(j),
 }
+ON_ARRAYS = [
+    *((library, impl) for library in ("numpy", "torch", "jax.numpy")
+      for impl in ("dense", "blockwise")),
+    ("array_api_strict", "auto"),
+]
 
 
-@pytest.mark.parametrize("library", ["numpy", "torch", "jax.numpy", "array_api_strict"])
+@pytest.mark.parametrize(("library", "impl"), ON_ARRAYS)
 @pytest.mark.parametrize("mod", SCALAR_MODS)
-def test_a_mod_written_for_one_number(mod, library):
+def test_a_mod_written_for_one_number(mod, library, impl):
+    """Where mods are called on arrays."""
     arrays = {n: pytest.importorskip(library).asarray(x.copy()) for n, x in BASE.items()}
     name = mod.partition("-")[0]
     raises(TypeError, f"{name} must be written with arithmetic, comparisons, & and |", "a branch or"
-           " a conversion of an array (", sd.attention, **arrays, **{name: SCALAR_MODS[mod]})
+           " a conversion of an array (", sd.attention, **arrays, impl=impl,
+           **{name: SCALAR_MODS[mod]})
+
+
+@pytest.mark.parametrize("library", ["numpy", "torch", "jax.numpy"])
+@pytest.mark.parametrize("impl", ["auto", "kernels"])
+@pytest.mark.parametrize("mod", SCALAR_MODS)
+def test_kernels_call_a_mod_on_one_number(mod, impl, library):
+    rng = np.random.default_rng(0)
+    arrays = {n: rng.standard_normal(x.shape).astype("f") for n, x in BASE.items()}
+    name = mod.partition("-")[0]
+    option = {name: SCALAR_MODS[mod]}
+    out, _, weights = naive.attention(**arrays, **option)
+    score_mod = np.vectorize(option["score_mod"], otypes="f") if name == "score_mod" else None
+    positions = {"q_pos": np.arange(2, 7)[:, None], "kv_pos": np.arange(7)}
+    yardstick, _ = textbook.attention(*arrays.values(), weights > 0, score_mod=score_mod,
+                                      **positions)
+    module = pytest.importorskip(library)
+    given = {n: module.asarray(x) for n, x in arrays.items()}
+    got = sd.attention(**given, **option, impl=impl)
+    assert type(got) is type(given["query"])
+    assert_close(got, out, yardstick, eps=EPS["float32"], len_kv=7)
+
+
+def add_of(x):
+    return lambda s, b, h, i, j: s + x
+
+
+COMPILED = [
+    one(ValueError, "score_mod must be a function that Numba can compile", "add(float32",
+        function=lambda s, b, h, i, j: s + "a"),
+    one(TypeError, "score_mod must return a floating-point number", "int64",
+        function=lambda s, b, h, i, j: i),
+    one(TypeError, "score_mod must read attributes that exist", "numpy.nothing",
+        function=lambda s, b, h, i, j: np.nothing(s)),
+    one(TypeError, "arrays that score_mod reads must lie in the CPU's memory", "MaskedArray",
+        function=add_of(np.ma.array([1.0]))),
+]
+
+
+@pytest.mark.parametrize(("error", "must_hold", "given", "arguments"), COMPILED,
+                         ids=[case[2] for case in COMPILED])
+def test_a_mod_that_cannot_be_compiled(error, must_hold, given, arguments):
+    raises(error, must_hold, given, mods.compile_score_mod, **arguments, precision="float32")
+
+
+class OfTheUserError(Exception):
+    pass
+
+
+def refuses(*positions):
+    """A mod that raises where it is called on one number, or on an array of one."""
+    if positions[-1] >= 0:
+        raise OfTheUserError
+    return positions[-1] < 0
+
+
+@pytest.mark.parametrize("len_q", [1, 9], ids=["decode", "forward"])
+@pytest.mark.parametrize("call", [
+    sd.attention, lambda query, key, value, **options: sd.attention_weights(query, key, **options),
+], ids=["attention", "weights"])  # fmt: skip
+def test_a_mod_that_raises(call, len_q):
+    arrays = {"query": ones((len_q, 8)), "key": ones((1, 8)), "value": ones((1, 8))}
+    message = raises(cpu.ModError, "score_mod and mask_mod must work for every position", "raised",
+                     call, **arrays, impl="kernels", mask_mod=refuses)
+    assert "impl='blockwise'" in message
+    if len_q == 1:
+        with pytest.raises(OfTheUserError):
+            call(**arrays, mask_mod=refuses)
 
 
 def elsewhere(tensor):

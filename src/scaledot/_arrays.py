@@ -12,7 +12,7 @@ from scaledot._errors import type_error, value_error
 from scaledot._typing import Array
 
 FLOATS = ("float32", "float64", "float16", "bfloat16")
-_NUMPY_NAMES: dict[Any, str] = {}
+_NAMES: dict[Any, str] = {}
 KNOWN = "arrays of NumPy, PyTorch, JAX or array-api-strict"
 
 
@@ -38,6 +38,16 @@ def library(x: object) -> str | None:
 
 def namespace(x: Array) -> Any:
     """Array API namespace of x."""
+    # What array_namespace finds for these two, without its search.
+    if isinstance(x, np.ndarray):
+        if x.dtype.names is None:  # JAX has a gradient that is a structured array of NumPy
+            import array_api_compat.numpy
+
+            return array_api_compat.numpy
+    elif library(x) == "torch":
+        import array_api_compat.torch
+
+        return array_api_compat.torch
     import array_api_compat
 
     return array_api_compat.array_namespace(x)
@@ -47,9 +57,9 @@ def dtype_name(x: Array) -> str:
     """Name of the dtype, the same for every library: ``torch.bfloat16`` is ``bfloat16``."""
     dtype = x.dtype
     if isinstance(dtype, np.dtype):
-        if dtype not in _NUMPY_NAMES:  # NumPy computes the name anew each time
-            _NUMPY_NAMES[dtype] = str(dtype.name)
-        return _NUMPY_NAMES[dtype]
+        if dtype not in _NAMES:  # NumPy computes the name anew each time
+            _NAMES[dtype] = str(dtype.name)
+        return _NAMES[dtype]
     return str(dtype).rsplit(".", 1)[-1]
 
 
@@ -89,36 +99,39 @@ def check_array(name: str, x: object) -> None:
             "Pass x.data and hide entries with mask=, or numpy.asarray(x).",
         )
     if kind == "torch":
-        torch = sys.modules["torch"]
-        tensor: Any = x
-        special = {
-            "a nested tensor": tensor.is_nested,
-            "a quantized tensor": tensor.is_quantized,
-            f"layout {tensor.layout}": tensor.layout is not torch.strided,
-        }
-        for what, applies in special.items():
-            if applies:
-                raise type_error(
-                    f"{name} must be a dense tensor of plain numbers",
-                    what,
-                    "Call .to_dense() or .dequantize(), or pack sequences for varlen_attention.",
-                )
-        if tensor.is_meta:
-            raise type_error(f"{name} must hold data", "a meta tensor", "Move it to a device.")
+        _check_tensor(name, x)
+
+
+def _check_tensor(name: str, tensor: Any) -> None:
+    what = ""
+    if tensor.is_nested:
+        what = "a nested tensor"
+    elif tensor.is_quantized:
+        what = "a quantized tensor"
+    elif tensor.layout is not sys.modules["torch"].strided:
+        what = f"layout {tensor.layout}"
+    if what:
+        raise type_error(
+            f"{name} must be a dense tensor of plain numbers", what,
+            "Call .to_dense() or .dequantize(), or pack sequences for varlen_attention.",
+        )
+    if tensor.is_meta:
+        raise type_error(f"{name} must hold data", "a meta tensor", "Move it to a device.")
 
 
 def check_same_place(**arrays: Array) -> None:
     """Raise unless all arrays belong to one library and, for PyTorch, lie on one device."""
     first, *others = arrays
+    kind = library(arrays[first])
     for name in others:
-        kinds = library(arrays[first]), library(arrays[name])
-        if kinds[0] != kinds[1]:
+        other = library(arrays[name])
+        if kind != other:
             raise type_error(
                 f"{first} and {name} must belong to one library",
-                f"{kinds[0]} and {kinds[1]}",
+                f"{kind} and {other}",
                 "Convert one of them.",
             )
-        if kinds[0] == "torch" and arrays[first].device != arrays[name].device:
+        if kind == "torch" and arrays[first].device != arrays[name].device:
             raise value_error(
                 f"{first} and {name} must be on one device",
                 f"{arrays[first].device} and {arrays[name].device}",
@@ -129,6 +142,11 @@ def check_same_place(**arrays: Array) -> None:
 def accumulation_dtype(xp: Any, name: str) -> Any:
     """Dtype of sums for inputs of the dtype called ``name``: float64 for float64, else float32."""
     return xp.float64 if name == "float64" else xp.float32
+
+
+def index_dtype(x: Array) -> Any:
+    """Dtype of integers by default in the library of x."""
+    return namespace(x).arange(0, 1).dtype
 
 
 def packed(xp: Any, x: Array, dtype: Any) -> Array:

@@ -136,6 +136,18 @@ def attention(
     >>> sd.attention(query, key, value).round(5)
     array([[0.73106]])
     """
+    name, arrays = None, (query, key, value, mask, bias)
+    if (
+        segment_ids is None and alibi_slopes is None and sinks is None
+        and score_mod is None and mask_mod is None and block_mask is None
+    ):  # fmt: skip
+        name = _choice.name_of(
+            arrays, window, "out", causal, kv_len, scale, softcap, dropout, q_offset, kv_offset,
+            impl,
+        )  # fmt: skip
+        known = _choice.again(name, arrays)
+        if known is not None:
+            return cast(ArrayT, known.out[0, ...] if _is_matrix(*arrays[:3]) else known.out)
     problem = resolve(
         query, key, value,
         Options(
@@ -143,7 +155,7 @@ def attention(
             score_mod, mask_mod, block_mask, dropout, seed, q_offset, kv_offset, impl,
         ),
     )
-    state = _choice.run(problem, rounded=problem.sinks is None)
+    state = _choice.run(problem, rounded=problem.sinks is None, name=name)
     xp = _arrays.namespace(query)
     with _arrays.quiet(xp):
         if problem.sinks is not None:
@@ -217,16 +229,34 @@ def attention_state(
     >>> float(sd.attention_state(x, x, x).lse[0].round(6))  # log(4)
     1.386294
     """
-    problem = resolve(
-        query, key, value,
-        Options(
-            causal, window, mask, bias, segment_ids, kv_len, scale, softcap, alibi_slopes, None,
-            score_mod, mask_mod, block_mask, dropout, seed, q_offset, kv_offset, impl,
-        ),
-        slices=True,
-    )
-    state = _choice.run(problem)
-    return State(state.out[0, ...], state.lse[0, ...]) if problem.spec.matrix else state
+    name, arrays = None, (query, key, value, mask, bias)
+    if (
+        segment_ids is None and alibi_slopes is None
+        and score_mod is None and mask_mod is None and block_mask is None
+    ):  # fmt: skip
+        name = _choice.name_of(
+            arrays, window, "state", causal, kv_len, scale, softcap, dropout, q_offset, kv_offset,
+            impl,
+        )  # fmt: skip
+    state = _choice.again(name, arrays)
+    if state is None:
+        problem = resolve(
+            query, key, value,
+            Options(
+                causal, window, mask, bias, segment_ids, kv_len, scale, softcap, alibi_slopes,
+                None, score_mod, mask_mod, block_mask, dropout, seed, q_offset, kv_offset, impl,
+            ),
+            slices=True,
+        )
+        state = _choice.run(problem, name=name)
+    if _is_matrix(query, key, value):
+        return State(state.out[0, ...], state.lse[0, ...])
+    return state
+
+
+def _is_matrix(query: Any, key: Any, value: Any) -> bool:
+    """Whether all have the axes (len, d) alone."""
+    return bool(query.ndim == key.ndim == value.ndim == 2)
 
 
 def attention_weights(

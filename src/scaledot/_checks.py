@@ -52,33 +52,39 @@ def operands(**arrays: Array) -> None:
 
 def operand_shapes(query: Array, key: Array, value: Array) -> tuple[int, ...]:
     """Check that the shapes fit; return the broadcast leading axes."""
-    given = shapes(query=query, key=key, value=value)
+
+    def given() -> str:
+        return shapes(query=query, key=key, value=value)
+
     heads = [x.shape[-3] if x.ndim > 2 else 1 for x in (query, key, value)]
     if key.shape[-1] != query.shape[-1]:
         raise value_error(
             "query and key must have the same d_k",
-            f"{query.shape[-1]} and {key.shape[-1]} ({given})", AXES,
+            f"{query.shape[-1]} and {key.shape[-1]} ({given()})", AXES,
         )
     if key.shape[-2] != value.shape[-2]:
         raise value_error(
             "key and value must have the same length",
-            f"{key.shape[-2]} and {value.shape[-2]} ({given})", AXES,
+            f"{key.shape[-2]} and {value.shape[-2]} ({given()})", AXES,
         )
     if heads[1] != heads[2]:
         raise value_error(
             "key and value must have the same num_kv_heads",
-            f"{heads[1]} and {heads[2]} ({given})", AXES,
+            f"{heads[1]} and {heads[2]} ({given()})", AXES,
         )
     if heads[0] % heads[1] if heads[1] else heads[0]:
         raise value_error(
             "num_heads of query must be a multiple of num_kv_heads of key",
-            f"{heads[0]} and {heads[1]} ({given})", AXES,
+            f"{heads[0]} and {heads[1]} ({given()})", AXES,
         )
+    leads = [tuple(x.shape[:-3]) for x in (query, key, value)]
+    if leads[0] == leads[1] == leads[2]:
+        return leads[0]
     try:
-        return np.broadcast_shapes(*(tuple(x.shape[:-3]) for x in (query, key, value)))
+        return np.broadcast_shapes(*leads)
     except ValueError:
         raise value_error(
-            "leading axes of query, key and value must broadcast", given,
+            "leading axes of query, key and value must broadcast", given(),
             "Axes before num_heads are equal or 1; insert axes of length 1 where they differ.",
         ) from None
 
@@ -129,6 +135,19 @@ def integers(name: str, given: Any, hint: str) -> Any:
     if known.size and int(known.max()) > FARTHEST:
         raise value_error(f"{name} must be indices", known.max(), hint)
     return known.astype(np.int64)
+
+
+def reach(query: Array, name: str, number: Any) -> None:
+    """Raise unless positions as far as that can be counted in query's library."""
+    if abs(int(number)) < 2**29:  # far from the end of integers of 32 bits
+        return
+    largest = int(_arrays.namespace(query).iinfo(_arrays.index_dtype(query)).max)
+    farthest = min(FARTHEST, largest // 4)
+    if abs(int(number)) > farthest:
+        raise value_error(
+            f"{name} must lie between -{farthest} and {farthest}", number,
+            "Positions are counted in the integers of the array library.",
+        )
 
 
 def flag(name: str, value: object) -> bool:

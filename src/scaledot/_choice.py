@@ -2,27 +2,38 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import math
 import os
 import sys
+from collections import OrderedDict
+from collections.abc import Callable
 from dataclasses import fields
+from typing import Any
+
+import numpy as np
 
 from scaledot import _arrays, _blockwise, _reference
 from scaledot._errors import value_error
-from scaledot._spec import Problem
+from scaledot._spec import Problem, complete
 from scaledot._state import State
 from scaledot._typing import Array
 
+FLOAT32_MAX = float(np.finfo(np.float32).max)
 
-def choose(problem: Problem) -> tuple[str, str]:
+
+def choose(problem: Problem, sinks: Array | None = None) -> tuple[str, str]:
     """Return the implementation's name and the reason.
 
+    ``sinks`` are given where the implementation itself computes with them.
     ``auto`` is a pure function of the call's arguments, never of the machine's load, and never
     takes one whose memory is quadratic in the length: only ``dense``, asked for by name, is.
     """
     impl = problem.spec.impl
     if impl in ("dense", "blockwise"):
         return impl, "asked for by name"
-    obstacle = _obstacle(problem) or _mod_obstacle(problem)
+    obstacle = _obstacle(problem, sinks) or _mod_obstacle(problem)
     if impl == "kernels":
         if obstacle:
             raise value_error(
@@ -36,33 +47,116 @@ def choose(problem: Problem) -> tuple[str, str]:
     return "kernels", "auto: compiled kernels, linear memory"
 
 
-def run(problem: Problem, *, rounded: bool = False) -> State:
+def run(problem: Problem, *, rounded: bool = False, name: Name | None = None) -> State:
     """Attention without sinks by the chosen implementation.
 
-    With ``rounded`` only ``out`` is wanted, in query's dtype: kernels round it themselves.
+    With ``rounded`` only ``out`` is wanted, in query's dtype: kernels round it themselves. ``name``
+    is that of the call for `again`.
     """
-    name, _ = choose(problem)
-    if name == "dense":
-        return _reference.dense(problem)
-    if name == "blockwise":
-        return _blockwise.blockwise(problem)
+    implementation, _ = choose(problem)
+    if implementation == "dense":
+        return _reference.dense(complete(problem))
+    if implementation == "blockwise":
+        return _blockwise.blockwise(complete(problem))
     from scaledot._bridges import cpu  # loads Numba
 
+    here = cpu.on_host(problem)
     try:
-        return cpu.run(problem, rounded=rounded)
+        call = functools.partial(cpu.run, cpu.prepare(here, rounded=rounded))
+        _keep(name, problem, call)
+        state = call(here.query, here.key, here.value, here.terms.mask, here.terms.bias)
+        return State(*(None if x is None else cpu.back(x, problem) for x in state))
     except cpu.ModError:
         if problem.spec.impl == "kernels":
             raise
-        return _blockwise.blockwise(problem)  # shows the error that the function raises
+        return _blockwise.blockwise(complete(problem))  # shows the error that the function raises
+
+
+# Calls of a model repeat: the checks and the preparation of one serve all that are alike. The name
+# of a call is everything about it but the numbers in its arrays and where these lie.
+Name = tuple[Any, ...]
+KEPT = 256
+"""Calls that are kept; the least recently used of them is dropped."""
+KEPT_PAIRS = 2**10
+"""Heads, over all entries of a batch, in the largest call that is kept."""
+_SCALARS = frozenset(
+    (type(None), bool, int, float, str, np.float64, np.float32, np.int64, np.int32)
+)
+_kept: OrderedDict[Name, Callable[..., State]] = OrderedDict()
+
+
+def name_of(arrays: tuple[Any, ...], window: Any, *options: Any) -> Name | None:
+    """The name of a call; None where there is more to it, so that it must be looked at anew.
+
+    Of ``arrays`` all but the first may be None.
+    """
+    torch = sys.modules.get("torch")
+    query = type(arrays[0])
+    if query is not np.ndarray and not _is_plain(torch, arrays):
+        return None
+    parts: list[Any] = [query, *map(type, options), *options, window]  # True is not 1
+    if not _SCALARS.issuperset(parts[1 : 1 + len(options)]):
+        return None
+    if window is not None:
+        if type(window) is not tuple or not _SCALARS.issuperset(sides := [*map(type, window)]):
+            return None
+        parts += sides
+    for x in arrays:
+        if x is None:
+            parts.append(None)
+        elif query is not np.ndarray:
+            keys = torch._C._dispatch_keys(x).raw_repr()  # type: ignore[union-attr]
+            parts += (x.shape, x.stride(), x.dtype, keys)
+        elif type(x) is np.ndarray:
+            parts += (x.shape, x.strides, x.dtype)
+        else:
+            return None
+    return tuple(parts)
+
+
+def _is_plain(torch: Any, arrays: tuple[Any, ...]) -> bool:
+    """Whether these are tensors that nobody traces, transforms or differentiates.
+
+    Everything else about them is told by the keys that PyTorch dispatches by.
+    """
+    if torch is None or _torch_is_tracing(torch) or torch.autograd.forward_ad._current_level >= 0:
+        return False
+    given = [x for x in arrays if x is not None]
+    if any(type(x) not in (torch.Tensor, torch.nn.Parameter) for x in given):
+        return False
+    return not (torch.is_grad_enabled() and any(x.requires_grad for x in given))
+
+
+def again(name: Name | None, arrays: tuple[Any, ...]) -> State | None:
+    """Run a call by what is kept of one alike; None where nothing is."""
+    if name is None:
+        return None
+    call = _kept.get(name)
+    if call is None or _is_jit_disabled():
+        return None
+    with contextlib.suppress(KeyError):  # another thread may have dropped it
+        _kept.move_to_end(name)
+    return call(*arrays)
+
+
+def _keep(name: Name | None, problem: Problem, call: Callable[..., State]) -> None:
+    spec = problem.spec
+    if name is None or spec.dropout or math.prod(spec.lead) * spec.num_heads > KEPT_PAIRS:
+        return
+    # Without a lock, which a fork might find held: several threads may drop one too many.
+    _kept[name] = call
+    while len(_kept) > KEPT:
+        with contextlib.suppress(KeyError):
+            _kept.popitem(last=False)
 
 
 def weights(problem: Problem) -> Array:
     """Weights of all queries of a problem by the chosen implementation."""
-    name, _ = choose(problem)
+    name, _ = choose(problem, problem.sinks)
     if name == "dense":
-        return _reference.dense_weights(problem)
+        return _reference.dense_weights(complete(problem))
     if name == "blockwise":
-        return _blockwise.blockwise_weights(problem)
+        return _blockwise.blockwise_weights(complete(problem))
     from scaledot._bridges import cpu
 
     try:
@@ -70,7 +164,7 @@ def weights(problem: Problem) -> Array:
     except cpu.ModError:
         if problem.spec.impl == "kernels":
             raise
-        return _blockwise.blockwise_weights(problem)
+        return _blockwise.blockwise_weights(complete(problem))
 
 
 def tiles(problem: Problem) -> _blockwise.Tiles:
@@ -80,19 +174,26 @@ def tiles(problem: Problem) -> _blockwise.Tiles:
         from scaledot._bridges import cpu
 
         return cpu.tiles(problem)
-    return _blockwise.tiles(problem, in_blocks=name == "blockwise")
+    return _blockwise.tiles(complete(problem), in_blocks=name == "blockwise")
 
 
-def _obstacle(problem: Problem) -> str:
+def _is_jit_disabled() -> bool:
+    return os.environ.get("NUMBA_DISABLE_JIT", "0") not in ("", "0")
+
+
+def _obstacle(problem: Problem, sinks: Array | None) -> str:
     """Why the kernels cannot do a call; empty where they can."""
     spec, terms = problem.spec, problem.terms
-    if os.environ.get("NUMBA_DISABLE_JIT", "0") not in ("", "0"):
+    if _is_jit_disabled():
         return "NUMBA_DISABLE_JIT is set"
+    if spec.dtype != "float64" and abs(spec.scale) > FLOAT32_MAX:
+        return f"they scale in float32, which does not hold {spec.scale}"
     bias = "float32" if terms.bias is None else _arrays.dtype_name(terms.bias)
     if bias not in _arrays.FLOATS:
         return f"they read a bias of {', '.join(_arrays.FLOATS)}, this is {bias}"
     arrays = [getattr(terms, field.name) for field in fields(terms)]
-    arrays += [problem.query, problem.key, problem.value, problem.block_mask]
+    arrays += [problem.query, problem.key, problem.value, problem.block_mask, sinks]
+    arrays += problem.places[:-1]
     given = [x for x in arrays if x is not None and _arrays.library(x) == spec.library]
     if spec.library == "torch":
         return _torch_obstacle(given)
@@ -116,11 +217,8 @@ def _mod_obstacle(problem: Problem) -> str:
 def _torch_obstacle(given: list[Array]) -> str:
     """Why tensors cannot be read at their addresses, as numbers of this call alone."""
     torch = sys.modules["torch"]
-    traced = (
-        torch.compiler.is_compiling() or torch.jit.is_tracing()
-        or torch._C._len_torch_dispatch_stack() > 0
-    )  # fmt: skip
-    if traced or any(type(x) not in (torch.Tensor, torch.nn.Parameter) for x in given):
+    plain = (torch.Tensor, torch.nn.Parameter)
+    if _torch_is_tracing(torch) or any(type(x) not in plain for x in given):
         return "the tensors are being traced or are of a subclass"
     if any(torch._C._functorch.is_functorch_wrapped_tensor(x) for x in given):
         return "the tensors are being transformed (vmap, grad, jvp)"
@@ -133,6 +231,13 @@ def _torch_obstacle(given: list[Array]) -> str:
     if torch.is_grad_enabled() and any(x.requires_grad for x in given):
         return "a tensor requires a gradient"
     return ""
+
+
+def _torch_is_tracing(torch: Any) -> bool:
+    return bool(
+        torch.compiler.is_compiling() or torch.jit.is_tracing()
+        or torch._C._len_torch_dispatch_stack() > 0
+    )  # fmt: skip
 
 
 def _jax_obstacle(given: list[Array]) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, fields, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -16,8 +16,7 @@ BLOCK_MASK = 128
 """Queries and keys in one block of ``block_mask``."""
 
 
-@dataclass(frozen=True)
-class Options:
+class Options(NamedTuple):
     """Options as the public functions take them."""
 
     causal: Any = False
@@ -89,12 +88,10 @@ class Terms:
 
     All have the full number of axes, so that one cut of an axis serves them all; what is not in
     use is None. ``q_start``, ``kv_start`` and ``kv_count`` are the values of offsets and lengths
-    where they are known (None while a compiler is tracing), for skipping work.
+    where they are known (None while a compiler is tracing), for skipping work. The last five are
+    there after `complete`: kernels do without them.
     """
 
-    q_offset: Array
-    kv_offset: Array
-    kv_end: Array | None
     mask: Array | None
     bias: Array | None
     q_segment: Array | None
@@ -102,11 +99,23 @@ class Terms:
     slopes: Array | None
     seed_low: Array | None
     seed_high: Array | None
-    batch: Array
-    head: Array
     q_start: Any
     kv_start: Any
     kv_count: Any
+    q_offset: Array = None
+    kv_offset: Array = None
+    kv_end: Array | None = None
+    batch: Array = None
+    head: Array = None
+
+
+class Places(NamedTuple):
+    """Offsets and lengths as given, arrays (lead or 1..., 1, 1, 1), and the number of queries."""
+
+    q_offset: Array | None
+    kv_offset: Array
+    kv_len: Array | None
+    len_q: int
 
 
 @dataclass(frozen=True)
@@ -128,6 +137,7 @@ class Problem:
     sinks: Array | None
     score_mod: ScoreMod | None
     mask_mod: MaskMod | None
+    places: Places
 
     def cut(self, axis: int, start: int, stop: int) -> Problem:
         """Return the part of one axis of the scores: -1 keys, -2 queries, -3 heads, further lead.
@@ -209,38 +219,53 @@ def resolve(
     """
     _checks.operands(query=query, key=key, value=value)
     spec = _resolve_spec(query, key, value, options)
-    if slices and options.q_offset is None and options.uses_positions():
+    if slices and options.q_offset is None and (used := options.uses_positions()):
         raise value_error(
-            f"q_offset must be given with {', '.join(options.uses_positions())}",
-            "q_offset=None",
+            f"q_offset must be given with {', '.join(used)}", "q_offset=None",
             "key may be a slice, so the position of the first query cannot be guessed: pass "
             "q_offset=len_kv_total - len_q for the usual alignment.",
         )
     mask, bias = _mask_and_bias(query, options, spec)
     q_segment, kv_segment = _segments(query, options.segment_ids, spec)
-    seed_low, seed_high = _seeds(query, options.seed, spec) if spec.dropout else (None, None)
+    seed_low, seed_high = seed_halves(query, options.seed, spec) if spec.dropout else (None, None)
+    places, known = _offsets(query, options, spec)
     terms = Terms(
-        **_offsets(query, options, spec),
         mask=mask, bias=bias, q_segment=q_segment, kv_segment=kv_segment,
         slopes=_per_head(query, "alibi_slopes", options.alibi_slopes, spec),
-        seed_low=seed_low, seed_high=seed_high,
-        batch=_arrays.like(query, np.arange(math.prod(spec.lead)).reshape(*spec.lead, 1, 1, 1)),
-        head=_arrays.like(query, _expand(np.arange(spec.num_heads)[:, None, None], spec.rank)),
+        seed_low=seed_low, seed_high=seed_high, **known,
     )
+    seen = "(batch, head, q_pos, kv_pos) -> bool"
+    score = "(score, batch, head, q_pos, kv_pos) -> score"
     problem = Problem(
         query=_expand(query, spec.rank), key=_expand(key, spec.rank),
         value=_expand(value, spec.rank), spec=spec, terms=terms,
         rows=range(spec.len_q), columns=range(spec.len_kv),
         block_mask=_block_mask(query, options.block_mask, spec),
         sinks=_per_head(query, "sinks", options.sinks, spec),
-        score_mod=_checks.function(
-            "score_mod", options.score_mod, "(score, batch, head, q_pos, kv_pos) -> score"
-        ),
-        mask_mod=_checks.function(
-            "mask_mod", options.mask_mod, "(batch, head, q_pos, kv_pos) -> bool"
-        ),
+        score_mod=_checks.function("score_mod", options.score_mod, score),
+        mask_mod=_checks.function("mask_mod", options.mask_mod, seen), places=places,
     )
     return problem if rows is None else _take_rows(problem, rows)
+
+
+def complete(problem: Problem) -> Problem:
+    """Make the arrays of positions, batch and heads, of a problem that has not been cut."""
+    query, spec = problem.query, problem.spec
+    dtype, places = _arrays.index_dtype(query), problem.places
+    kv_offset, kv_len = _arrays.like(query, places.kv_offset, dtype), None
+    if places.kv_len is not None:
+        kv_len = _arrays.like(query, places.kv_len, dtype)
+    if places.q_offset is not None:
+        q_offset = _arrays.like(query, places.q_offset, dtype)
+    else:
+        q_offset = kv_offset + (spec.len_kv if kv_len is None else kv_len) - places.len_q
+    terms = replace(
+        problem.terms, q_offset=q_offset, kv_offset=kv_offset,
+        kv_end=None if kv_len is None else kv_offset + kv_len,
+        batch=_arrays.like(query, np.arange(math.prod(spec.lead)).reshape(*spec.lead, 1, 1, 1)),
+        head=_arrays.like(query, _expand(np.arange(spec.num_heads)[:, None, None], spec.rank)),
+    )
+    return replace(problem, terms=terms)
 
 
 def _resolve_spec(query: Array, key: Array, value: Array, options: Options) -> Spec:
@@ -323,14 +348,11 @@ def _per_head(query: Array, name: str, given: Any, spec: Spec) -> Any:
 
 def _integers(query: Array, name: str, given: Any, spec: Spec) -> tuple[Any, Any]:
     """Offsets or lengths as an array (lead or 1..., 1, 1, 1), and their values where known."""
-    xp = _arrays.namespace(query)
-    dtype = xp.arange(0, 1).dtype
-    farthest = min(_checks.FARTHEST, int(xp.iinfo(dtype).max) // 4)
     if _arrays.library(given) is None:
         number = _checks.integer(name, given)
-        if abs(number) > farthest:
-            raise _too_far(name, number, farthest)
-        given = np.asarray(number)
+        _checks.reach(query, name, number)
+        x = np.full((1,) * spec.rank, number)
+        return x, x
     x = _checks.option_array(name, given, query)
     if not _arrays.is_integer(x):
         raise type_error(
@@ -340,26 +362,18 @@ def _integers(query: Array, name: str, given: Any, spec: Spec) -> tuple[Any, Any
     x = _expand(x[..., None, None, None], spec.rank)
     values = _arrays.host(x)
     if values is not None:
-        for number in (values.min(initial=0), values.max(initial=0)):
-            if abs(int(number)) > farthest:
-                raise _too_far(name, number, farthest)
+        for extreme in (values.min(initial=0), values.max(initial=0)):
+            _checks.reach(query, name, extreme)
         values = values.astype(np.int64)
-    return _arrays.like(query, x, dtype), values
+    return x, values
 
 
-def _too_far(name: str, given: object, farthest: int) -> ValueError:
-    return value_error(
-        f"{name} must lie between -{farthest} and {farthest}", given,
-        "Positions are counted in the integers of the array library.",
-    )
-
-
-def _offsets(query: Array, options: Options, spec: Spec) -> dict[str, Any]:
-    """Positions of the first query and key and of the end, and what of them is known already."""
+def _offsets(query: Array, options: Options, spec: Spec) -> tuple[Places, dict[str, Any]]:
+    """Offsets and lengths, and what of the positions they give is known already."""
     kv_offset, kv_start = _integers(query, "kv_offset", options.kv_offset, spec)
-    kv_end, kv_count, known_count = None, None, None
+    kv_len, known_count = None, None
     if options.kv_len is not None:
-        kv_count, known_count = _integers(query, "kv_len", options.kv_len, spec)
+        kv_len, known_count = _integers(query, "kv_len", options.kv_len, spec)
         bad = known_count is not None and ((known_count < 0) | (known_count > spec.len_kv))
         if np.any(bad):
             raise value_error(
@@ -367,15 +381,13 @@ def _offsets(query: Array, options: Options, spec: Spec) -> dict[str, Any]:
                 f"{known_count.min()} to {known_count.max()}",
                 "It counts the valid keys from the start.",
             )
-        kv_end = kv_offset + kv_count
+    q_offset = None
     if options.q_offset is None:
-        q_offset = kv_offset + (spec.len_kv if kv_count is None else kv_count) - spec.len_q
         known = spec.len_kv if options.kv_len is None else known_count
         q_start = None if kv_start is None or known is None else kv_start + known - spec.len_q
     else:
         q_offset, q_start = _integers(query, "q_offset", options.q_offset, spec)
-    return {
-        "q_offset": q_offset, "kv_offset": kv_offset, "kv_end": kv_end,
+    return Places(q_offset, kv_offset, kv_len, spec.len_q), {
         "q_start": q_start, "kv_start": kv_start, "kv_count": known_count,
     }  # fmt: skip
 
@@ -435,7 +447,7 @@ def batch_seeds(seed: int, count: int) -> Any:
     return z ^ (z >> u64(31))
 
 
-def _seeds(query: Array, seed: Any, spec: Spec) -> tuple[Any, Any]:
+def seed_halves(query: Array, seed: Any, spec: Spec) -> tuple[Any, Any]:
     """Low and high 32 bits of each entry's seed, (lead or 1..., 1, 1, 1) of int32."""
     xp = _arrays.namespace(query)
     if _arrays.library(seed) is None:

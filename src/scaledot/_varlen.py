@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from typing import Any, cast
 
-from scaledot import _arrays, _checks
+from scaledot import _arrays, _checks, _choice
 from scaledot._attention import attention
 from scaledot._errors import value_error
-from scaledot._spec import batch_seeds
+from scaledot._spec import Options, Problem, batch_seeds, resolve, seed_halves
+from scaledot._state import State, merged
 from scaledot._typing import Array, ArrayT, Impl, MaskMod, ScoreMod
 
 
@@ -83,6 +85,20 @@ def varlen_attention(
     xp = _arrays.namespace(query)
     heads_first = [xp.permute_dims(x, (1, 0, 2)) for x in (query, key, value)]
     seeds = _sequence_seeds(seed, count) if _checks.dropout(dropout, seed) else None
+    if count and mask_mod is None:
+        q, k, v = heads_first
+        problem = resolve(
+            q[:, : starts_q[1], :], k[:, : starts_kv[1], :], v[:, : starts_kv[1], :],
+            Options(
+                causal=causal, window=window, scale=scale, softcap=softcap,
+                alibi_slopes=alibi_slopes, sinks=sinks, score_mod=score_mod, dropout=dropout,
+                seed=None if seeds is None else seeds[0, ...], impl=impl,
+            ),
+        )
+        if _choice.choose(problem)[0] == "kernels":
+            found = _at_once(problem, heads_first, starts_q, starts_kv, seeds)
+            if found is not None:
+                return cast(ArrayT, found)
 
     def sequence(number: int) -> Array:
         rows = slice(starts_q[number], starts_q[number + 1])
@@ -92,8 +108,7 @@ def varlen_attention(
             q[:, rows, :], k[:, columns, :], v[:, columns, :],
             causal=causal, window=window, scale=scale, softcap=softcap,
             alibi_slopes=alibi_slopes, sinks=sinks,
-            score_mod=_of_sequence(score_mod, number, 1),
-            mask_mod=_of_sequence(mask_mod, number, 0),
+            score_mod=_score_mod_of(score_mod, number), mask_mod=_mask_mod_of(mask_mod, number),
             dropout=dropout, seed=None if seeds is None else seeds[number, ...], impl=impl,
         )
 
@@ -103,6 +118,38 @@ def varlen_attention(
         seeds = None if seeds is None else batch_seeds(0, 1)
     packed = xp.concat([sequence(number) for number in range(count)], axis=1)
     return cast(ArrayT, xp.permute_dims(packed, (1, 0, 2)))
+
+
+def _at_once(
+    problem: Problem, heads_first: list[Array], starts_q: list[int], starts_kv: list[int],
+    seeds: Any,
+) -> Array | None:
+    """All sequences by the kernels, (tokens, heads, d_v), given the problem of the first.
+
+    None where a score_mod must be told which sequence it is in, or raises an error.
+    """
+    from scaledot import _packed  # loads Numba
+    from scaledot._bridges import cpu
+
+    if cpu.reads_batch(problem):
+        return None
+    query, key, value = (x[None, ...] for x in heads_first)
+    spec = replace(problem.spec, lead=(len(starts_q) - 1,))
+    halves = None
+    if seeds is not None:
+        halves = [_arrays.host(x) for x in seed_halves(query, seeds, spec)]
+    problem = replace(problem, query=query, key=key, value=value)
+    try:
+        state = _packed.run(problem, starts_q, starts_kv, halves)
+    except cpu.ModError:
+        return None
+    if problem.sinks is None:
+        return state.out
+    xp = _arrays.namespace(query)
+    with _arrays.quiet(xp):
+        sinks = xp.reshape(problem.sinks, (spec.num_heads,))
+        state = merged(xp, state, State(xp.zeros_like(sinks)[:, None], sinks))
+        return xp.astype(state.out, query.dtype, copy=False)
 
 
 def _checked(
@@ -163,13 +210,23 @@ def _sequence_seeds(seed: Any, count: int) -> Any:
     return _arrays.namespace(seed).broadcast_to(seed, (count,))
 
 
-def _of_sequence(function: Any, number: int, position: int) -> Any:
-    """Give a mod the number of its sequence as ``batch``."""
+def _score_mod_of(function: Any, number: int) -> Any:
+    """Give a score_mod the number of its sequence as ``batch``."""
     if not callable(function):
         return function
 
-    def with_number(*arguments: Any) -> Any:
-        batch = arguments[position] + number
-        return function(*arguments[:position], batch, *arguments[position + 1 :])
+    def score_mod(score: Any, batch: Any, head: Any, q_pos: Any, kv_pos: Any) -> Any:
+        return function(score, batch + number, head, q_pos, kv_pos)
 
-    return with_number
+    return score_mod
+
+
+def _mask_mod_of(function: Any, number: int) -> Any:
+    """Give a mask_mod the number of its sequence as ``batch``."""
+    if not callable(function):
+        return function
+
+    def mask_mod(batch: Any, head: Any, q_pos: Any, kv_pos: Any) -> Any:
+        return function(batch + number, head, q_pos, kv_pos)
+
+    return mask_mod

@@ -1,8 +1,11 @@
-"""From arrays in this machine's memory, of NumPy, PyTorch or JAX, to the kernels and back."""
+"""From arrays in this machine's memory, of NumPy, PyTorch or JAX, to the kernels and back.
+
+`prepare` describes a call to a kernel but for the addresses of its arrays; `run` runs it on arrays
+that lie as those did.
+"""
 
 from __future__ import annotations
 
-import functools
 import itertools
 import math
 import sys
@@ -11,69 +14,32 @@ from typing import Any, NamedTuple, cast
 
 import numpy as np
 
-from scaledot import _arrays, _masks, _threads
+from scaledot import _arrays, _launch, _masks, _threads
 from scaledot._blockwise import Tiles
-from scaledot._errors import value_error
-from scaledot._kernels import decode, forward, layout, mods, room, threads, weights
-from scaledot._kernels.call import CALL
+from scaledot._kernels import decode, forward, layout, mods, room, weights
 from scaledot._kernels.jit import Kernel
 from scaledot._kernels.kinds import BLOCK_KV, SUBS
 from scaledot._kernels.pack import DTYPES
 from scaledot._kernels.simd import DOUBLE, SINGLE, Vectors
 from scaledot._kernels.target import HOST
+from scaledot._launch import (
+    NO_LIMIT,
+    Memory,
+    Prepared,
+    address,
+    in_order,
+    launch,
+    memory,
+    packed,
+)
 from scaledot._spec import Problem, Spec, Terms
 from scaledot._state import State
 from scaledot._typing import Array
 
-NO_LIMIT = 2**62
+ModError = _launch.ModError
 SMALL = 2**15
 """Scores below which a call stays on the caller's thread."""
-
-
-class ModError(ValueError):
-    """A user's function raised an error inside a kernel."""
-
-
-class Memory(NamedTuple):
-    """Where an array lies: address, shape, strides in bytes, code of the dtype."""
-
-    address: int
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
-    dtype: int
-
-
-def memory(x: Array) -> Memory:
-    """Where the elements of a NumPy array or a CPU tensor lie; nothing is copied."""
-    code = DTYPES.get(_arrays.dtype_name(x), -1)
-    if isinstance(x, np.ndarray):
-        return Memory(x.__array_interface__["data"][0], x.shape, x.strides, code)
-    size = x.element_size()
-    return Memory(x.data_ptr(), tuple(x.shape), tuple(size * s for s in x.stride()), code)
-
-
-@functools.lru_cache(maxsize=512)
-def _places(shape: tuple[int, ...], strides: tuple[int, ...], heads: tuple[int, ...]) -> Any:
-    """Bytes from an array's first element to the first row of each index of ``heads``.
-
-    ``shape`` and ``strides`` are those of the array's leading axes; it broadcasts to ``heads``.
-    """
-    total = np.zeros(heads, dtype=np.int64)
-    for axis, (length, stride) in enumerate(zip(shape, strides, strict=True)):
-        if length != 1:
-            steps = np.arange(length, dtype=np.int64) * stride
-            total += steps.reshape((-1,) + (1,) * (len(heads) - axis - 1))
-    total = total.reshape(-1)
-    total.setflags(write=False)
-    return total
-
-
-@functools.lru_cache(maxsize=64)
-def _constant(value: int, count: int) -> Any:
-    """Read-only array of one number."""
-    x = np.full(count, value, dtype=np.int64)
-    x.setflags(write=False)
-    return x
+FLOAT32_MAX = float(np.finfo(np.float32).max)
 
 
 class Plan(NamedTuple):
@@ -121,35 +87,97 @@ def _plan_of_weights(spec: Spec) -> Plan:
     return Plan(kernel, vectors, tasks, scratch, 0)
 
 
-def run(problem: Problem, *, rounded: bool) -> State:
-    """Attention without sinks, by the kernels.
+def run(call: Prepared, query: Array, key: Array, value: Array, mask: Any, bias: Any) -> State:
+    """Attention without sinks on NumPy arrays or CPU tensors, as prepared."""
+    out, lse = results(call.shape, call.numbers, query)
+    if call.tasks:
+        launch(call, query, key, value, mask, bias, out, lse)
+    if call.numbers is None or isinstance(query, np.ndarray):
+        return State(out, lse)
+    return State(*map(sys.modules["torch"].from_numpy, (out, lse)))
+
+
+def results(shape: tuple[int, ...], numbers: Any, query: Array) -> tuple[Any, Any]:
+    """Room for ``out`` and, if the numbers are not query's, for ``lse``."""
+    if numbers is not None:
+        return np.empty(shape, dtype=numbers), np.empty(shape[:-1], dtype=numbers)
+    if isinstance(query, np.ndarray):
+        return np.empty(shape, dtype=query.dtype), None
+    return query.new_empty(shape), None
+
+
+def prepare(problem: Problem, *, rounded: bool) -> Prepared:
+    """Everything about a call but where its arrays lie; mods are compiled.
 
     With ``rounded``, ``out`` comes in the dtype of query, and there is no ``lse``.
     """
     spec = problem.spec
-    shape, numbers = spec.scores_shape[:-1], _numbers(spec)
-    here = _on_host(problem)
-    out = _empty(here, (*shape, spec.d_v), here.query.dtype if rounded else numbers)
-    lse = None if rounded else np.empty(shape, dtype=numbers)
-    if math.prod(shape):
-        _launch(plan(here.spec), here, {"out": out, "lse": lse})
-    return State(*(None if x is None else _back(x, problem) for x in (out, lse)))
+    shape, numbers = (*spec.scores_shape[:-1], spec.d_v), None if rounded else numbers_of(spec)
+    out = in_order(shape, *_item(spec, numbers))
+    return prepared(problem, plan(spec), out, numbers)
+
+
+def _item(spec: Spec, numbers: Any) -> tuple[int, int]:
+    """Bytes of a number in the result, and the code of its dtype."""
+    name = spec.dtype if numbers is None else numbers.name
+    return {"float64": 8, "float32": 4}.get(name, 2), DTYPES[name]
+
+
+def prepared(
+    problem: Problem, chosen: Plan, out: Memory, numbers: Any, **own: Any
+) -> Prepared:
+    """Fill a record in; ``own`` are arrays to be used instead of those that follow from shapes."""
+    spec = problem.spec
+    arrays = {**_option_arrays(problem, out), **own}
+    known = _fields(problem, out)
+    keep = _laid_out(arrays, known)
+    known["scratch_bytes"] = chosen.scratch
+    work = math.prod(spec.scores_shape) * (spec.d_k + spec.d_v)
+    keep += _add_mods(problem, known)
+    return Prepared(
+        chosen.kernel, packed(known), keep, chosen.tasks if math.prod(out.shape[:-1]) else 0,
+        work < SMALL, chosen.scratch, _part_bytes(chosen, spec), out.shape, numbers,
+    )  # fmt: skip
+
+
+def _laid_out(arrays: dict[str, Any], known: dict[str, Any]) -> list[Any]:
+    """Add the addresses of arrays; those of int64 are put into one, which is cheaper."""
+    integers = {name: x.reshape(-1) for name, x in arrays.items() if x.dtype == np.int64}
+    block = np.concatenate([*integers.values()])
+    place = address(block)
+    for name, x in integers.items():
+        known[name] = place
+        place += x.nbytes
+    others = {n: np.ascontiguousarray(x) for n, x in arrays.items() if n not in integers}
+    known |= {name: address(x) for name, x in others.items()}
+    return [block, others]
+
+
+def _part_bytes(chosen: Plan, spec: Spec) -> tuple[int, int, int]:
+    """Room for the results of parts of the keys."""
+    if chosen.parts <= 1:
+        return 0, 0, 0
+    entries, size = math.prod(spec.lead), chosen.vectors.size
+    rows = entries * spec.num_heads * chosen.parts * spec.len_q
+    out, lse = (-(-n * size // layout.LINE) * layout.LINE for n in (rows * spec.d_v, rows))
+    return out, lse, 8 * entries * spec.num_kv_heads
 
 
 def weigh(problem: Problem) -> Array:
     """Attention weights of the queries of a problem, sinks among them."""
     spec = problem.spec
-    here = _on_host(problem)
-    out = np.empty(spec.scores_shape, dtype=_numbers(spec))
-    sinks = None
+    here = on_host(problem)
+    out, own = np.empty(spec.scores_shape, dtype=numbers_of(spec)), {}
     if here.sinks is not None:
         sinks = np.asarray(_arrays.host(here.sinks), dtype=np.float64).reshape(-1)
-        sinks = np.ascontiguousarray(sinks)
+        own["sinks"] = np.ascontiguousarray(sinks)
     for start, stop in _runs(here) if out.size else ():
-        results = {"out": out[..., start:stop, :], "lse": None, "sinks": sinks}
+        rows = out[..., start:stop, :]
         part = here if (start, stop) == (0, spec.len_q) else here.cut(-2, start, stop)
-        _launch(_plan_of_weights(part.spec), part, results)
-    return _back(out, problem)
+        call = prepared(part, _plan_of_weights(part.spec), memory(rows), out.dtype, **own)
+        terms = part.terms
+        launch(call, part.query, part.key, part.value, terms.mask, terms.bias, rows)
+    return back(out, problem)
 
 
 def _runs(problem: Problem) -> list[tuple[int, int]]:
@@ -166,17 +194,12 @@ def _runs(problem: Problem) -> list[tuple[int, int]]:
     return list(itertools.pairwise([0, *cuts, spec.len_q]))
 
 
-def _numbers(spec: Spec) -> Any:
+def numbers_of(spec: Spec) -> Any:
+    """Dtype of NumPy in which a call accumulates."""
     return np.dtype(np.float64 if spec.dtype == "float64" else np.float32)
 
 
-def _empty(problem: Problem, shape: tuple[int, ...], dtype: Any) -> Any:
-    if isinstance(dtype, np.dtype):
-        return np.empty(shape, dtype=dtype)
-    return sys.modules["torch"].empty(shape, dtype=dtype)
-
-
-def _on_host(problem: Problem) -> Problem:
+def on_host(problem: Problem) -> Problem:
     """The same call on NumPy arrays, where it is one on JAX arrays: views of their memory."""
     if problem.spec.library != "jax":
         return problem
@@ -194,55 +217,13 @@ def _on_host(problem: Problem) -> Problem:
     )
 
 
-def _back(x: Any, problem: Problem) -> Array:
+def back(x: Any, problem: Problem) -> Array:
     """A result in the library of the problem, in its place."""
     if problem.spec.library == "torch":
         return sys.modules["torch"].from_numpy(x) if isinstance(x, np.ndarray) else x
     if problem.spec.library == "jax":
         return sys.modules["jax"].device_put(x, next(iter(problem.query.devices())))
     return cast(Array, x)
-
-
-def _launch(chosen: Plan, problem: Problem, results: dict[str, Any]) -> None:
-    """Run a kernel on as many threads as there is work for."""
-    spec = problem.spec
-    small = math.prod(spec.scores_shape) * (spec.d_k + spec.d_v) < SMALL
-    num_threads = 1 if small else max(1, min(_threads.get_num_threads(), chosen.tasks))
-    record = np.zeros(1, dtype=CALL)
-    arrays = {
-        "counter": np.zeros(2, dtype=np.int64),  # and the status
-        "scratch": np.empty(num_threads * chosen.scratch, dtype=np.uint8),
-        **_option_arrays(problem, results["out"]), **_part_arrays(chosen, spec),
-    }  # fmt: skip
-    known = _fields(problem, results["out"])
-    known.update({name: x.ctypes.data for name, x in arrays.items()})
-    known.update({name: x.ctypes.data for name, x in results.items()
-                  if x is not None and name != "out"})  # fmt: skip
-    known["scratch_bytes"] = chosen.scratch
-    known["status"] = known["counter"] + 8
-    held = [problem, arrays, results, record]
-    _add_mods(problem, arrays, known, held)
-    _go(chosen.kernel, record, known, arrays["counter"], num_threads, held)
-    if arrays["counter"][1]:
-        error = value_error(
-            "score_mod and mask_mod must work for every position of the call",
-            "one that raised an error, for example an index out of bounds",
-            "impl='blockwise' calls it on arrays and shows the error.",
-        )
-        raise ModError(str(error))
-
-
-def _go(
-    kernel: Kernel, record: Any, known: dict[str, Any], counter: Any, num_threads: int, held: Any
-) -> None:
-    record[0] = tuple(known.get(name, 0) for name in CALL.names)  # type: ignore[union-attr]
-
-    def stop() -> None:
-        counter[0] = NO_LIMIT  # workers end after the task that they are at
-
-    status = threads.run(kernel.address, record.ctypes.data, num_threads, stop, held)
-    if status == threads.LOST:
-        raise RuntimeError("the process was forked, by a signal handler, in the midst of the call")
 
 
 def mod_obstacle(problem: Problem) -> str:
@@ -254,6 +235,11 @@ def mod_obstacle(problem: Problem) -> str:
     return ""
 
 
+def reads_batch(problem: Problem) -> bool:
+    """Whether a mod depends on the entry of the batch."""
+    return any(mod is not None and mod.uses_batch for mod in _compiled(problem))
+
+
 def _compiled(problem: Problem) -> tuple[mods.Mod | None, mods.Mod | None]:
     score_mod, mask_mod = problem.score_mod, problem.mask_mod
     precision: Any = "float64" if problem.spec.dtype == "float64" else "float32"
@@ -263,70 +249,52 @@ def _compiled(problem: Problem) -> tuple[mods.Mod | None, mods.Mod | None]:
     )
 
 
-def _add_mods(
-    problem: Problem, arrays: dict[str, Any], known: dict[str, Any], held: list[Any]
-) -> None:
-    """Compile mods; class the tiles of mask_mod once, for all heads and batches that it ignores."""
+def _add_mods(problem: Problem, known: dict[str, Any]) -> list[Any]:
+    """Compile mods; class the tiles of mask_mod once, for all heads and batches that it ignores.
+
+    Adds to the fields of a record; returns what owns the memory that it points to.
+    """
     spec = problem.spec
     score_mod, mod = _compiled(problem)
-    held += [score_mod, mod]
     if score_mod is not None:
         known["score_mod"] = score_mod.address
     if mod is None or not spec.len_kv:
-        return
+        return [score_mod]
     known["mask_mod"] = mod.address
     vectors = DOUBLE if spec.dtype == "float64" else SINGLE
-    span = HOST.nr * vectors.lanes
-    tiles = -(-spec.len_q // span) * -(-spec.len_kv // BLOCK_KV)
+    tiles = -(-spec.len_q // (HOST.nr * vectors.lanes)) * -(-spec.len_kv // BLOCK_KV)
     terms = problem.terms
     # Entries whose positions differ see other numbers, whatever the function reads.
     by_entry = mod.uses_batch or max(np.size(x) for x in (terms.q_start, terms.kv_start)) > 1
     entries = math.prod(spec.lead) if by_entry else 1
     heads = spec.num_heads if mod.uses_head else 1
-    arrays["classes"] = np.empty(entries * heads * tiles, dtype=np.uint8)
-    known["classes"] = arrays["classes"].ctypes.data
+    classes = np.empty(entries * heads * tiles, dtype=np.uint8)
+    known["classes"], known["num_classes"] = address(classes), len(classes)
     known["class_head"] = tiles if mod.uses_head else 0
     known["class_entry"] = heads * tiles if by_entry else 0
-    known["num_classes"] = len(arrays["classes"])
     kernel = forward.class_double if vectors is DOUBLE else forward.class_single
-    workers = max(1, min(_threads.get_num_threads(), len(arrays["classes"])))
-    bytes_of_tiles = np.empty(workers * layout.CLASS_BYTES, dtype=np.uint8)
-    counter = np.zeros(1, dtype=np.int64)
-    record = np.zeros(1, dtype=CALL)
-    own = {**known, "scratch": bytes_of_tiles.ctypes.data, "scratch_bytes": layout.CLASS_BYTES,
-           "counter": counter.ctypes.data}  # fmt: skip
-    _go(kernel, record, own, counter, workers, [held, arrays, bytes_of_tiles, counter, record])
+    record = packed({**known, "scratch_bytes": layout.CLASS_BYTES})
+    keep = [score_mod, mod, classes]
+    launch(Prepared(kernel, record, keep, len(classes), False, layout.CLASS_BYTES, (0, 0, 0),
+                    (), None))  # fmt: skip
+    return keep
 
 
-def _part_arrays(chosen: Plan, spec: Spec) -> dict[str, Any]:
-    """Room for the results of parts of the keys."""
-    if chosen.parts <= 1:
-        return {}
-    rows = math.prod(spec.lead) * spec.num_heads * chosen.parts * spec.len_q
-    return {
-        "part_out": np.empty(rows * spec.d_v, dtype=_numbers(spec)),
-        "part_lse": np.empty(rows, dtype=_numbers(spec)),
-        "finished": np.zeros(math.prod(spec.lead) * spec.num_kv_heads, dtype=np.int64),
-    }
-
-
-def _fields(problem: Problem, out: Any) -> dict[str, Any]:
+def _fields(problem: Problem, out: Memory) -> dict[str, Any]:
     """Describe the problem to the kernel: all but addresses of arrays made for it."""
     spec, terms = problem.spec, problem.terms
     query, key, value = (memory(x) for x in (problem.query, problem.key, problem.value))
-    result = memory(out)
     blocks = problem.block_mask
     known: dict[str, Any] = {
         "first_row": _first_row(problem), "block_rows": 0 if blocks is None else blocks.shape[-2],
         "num_entries": math.prod(spec.lead), "num_heads": spec.num_heads,
         "group_size": spec.group_size, "len_q": spec.len_q, "len_kv": spec.len_kv,
-        "d_k": spec.d_k, "d_v": spec.d_v, "dtype": query.dtype, "out_dtype": result.dtype,
+        "d_k": spec.d_k, "d_v": spec.d_v, "dtype": query.dtype, "out_dtype": out.dtype,
         "left": NO_LIMIT if spec.left is None else spec.left,
         "right": NO_LIMIT if spec.right is None else spec.right,
-        "query": query.address, "q_row": query.strides[-2], "q_column": query.strides[-1],
-        "key": key.address, "k_row": key.strides[-2], "k_column": key.strides[-1],
-        "value": value.address, "v_row": value.strides[-2], "v_column": value.strides[-1],
-        "out": result.address, "out_row": result.strides[-2],
+        "q_row": query.strides[-2], "q_column": query.strides[-1],
+        "k_row": key.strides[-2], "k_column": key.strides[-1],
+        "v_row": value.strides[-2], "v_column": value.strides[-1], "out_row": out.strides[-2],
         "threshold": _masks.dropout_threshold(spec.dropout),
         "kept_scale": 1 / (1 - spec.dropout) if spec.dropout < 1 else 0.0,
         "scale": spec.scale, "softcap": _softcap(spec),
@@ -337,8 +305,7 @@ def _fields(problem: Problem, out: Any) -> dict[str, Any]:
             found = memory(x)
             last = zip(found.shape[-2:], found.strides[-2:], strict=True)
             row, column = (0 if n == 1 else s for n, s in last)
-            known |= {name: found.address, f"{name}_row": row, f"{name}_column": column}
-            known["bias_dtype"] = found.dtype if name == "bias" else 0
+            known |= {f"{name}_row": row, f"{name}_column": column, f"{name}_dtype": found.dtype}
     return known
 
 
@@ -348,26 +315,26 @@ def _first_row(problem: Problem) -> int:
 
 def _softcap(spec: Spec) -> float:
     """Cap of the scores, 0 for none; one beyond float32's numbers changes none of them."""
-    highest = np.finfo(np.float64 if spec.dtype == "float64" else np.float32).max
+    highest = sys.float_info.max if spec.dtype == "float64" else FLOAT32_MAX
     return spec.softcap if spec.softcap is not None and spec.softcap <= highest else 0.0
 
 
-def _option_arrays(problem: Problem, out: Any) -> dict[str, Any]:
+def _option_arrays(problem: Problem, out: Memory) -> dict[str, Any]:
     """Positions, places and options that the kernel reads, as contiguous arrays."""
     spec, terms = problem.spec, problem.terms
     entries = math.prod(spec.lead)
     heads, key_heads = (*spec.lead, spec.num_heads), (*spec.lead, spec.num_kv_heads)
 
     def places(x: Array, target: tuple[int, ...]) -> Any:
-        found = memory(x)
-        return _places(found.shape[:-2], found.strides[:-2], target)
+        return _places(memory(x), target)
 
     arrays = {
-        "q_start": _per_entry(terms.q_start + _first_row(problem), spec), "kv_start": _per_entry(terms.kv_start, spec),
-        "q_count": _constant(spec.len_q, entries),
-        "kv_count": _constant(spec.len_kv, entries) if terms.kv_count is None
+        "q_start": _per_entry(terms.q_start + _first_row(problem), spec),
+        "kv_start": _per_entry(terms.kv_start, spec),
+        "q_count": np.full(entries, spec.len_q),
+        "kv_count": np.full(entries, spec.len_kv) if terms.kv_count is None
         else _per_entry(terms.kv_count, spec),
-        "out_places": places(out, heads),
+        "out_places": _places(out, heads),
         "q_places": places(problem.query, heads),
         "k_places": places(problem.key, key_heads), "v_places": places(problem.value, key_heads),
     }  # fmt: skip
@@ -383,14 +350,27 @@ def _option_arrays(problem: Problem, out: Any) -> dict[str, Any]:
         arrays["head_keys"] = _head_keys(problem)
     if problem.block_mask is not None:
         arrays["blocks"] = _blocks(problem, heads)
-    return {name: np.ascontiguousarray(x) for name, x in arrays.items()}
+    return arrays
+
+
+def _places(x: Memory, heads: tuple[int, ...]) -> Any:
+    """Bytes from an array's first element to the first row of each index of ``heads``.
+
+    The array's leading axes broadcast to ``heads``.
+    """
+    total = np.zeros(heads, dtype=np.int64)
+    for axis, (length, stride) in enumerate(zip(x.shape[:-2], x.strides[:-2], strict=True)):
+        if length != 1:
+            steps = np.arange(length, dtype=np.int64) * stride
+            total += steps.reshape((-1,) + (1,) * (len(heads) - axis - 1))
+    return total.reshape(-1)
 
 
 def _per_entry(x: Any, spec: Spec) -> Any:
     """Number of each entry of the flattened leading axes."""
     x = np.asarray(x, dtype=np.int64)
     if x.size == 1:
-        return _constant(int(x.item()), math.prod(spec.lead))
+        return np.full(math.prod(spec.lead), x.item())
     return np.broadcast_to(x.reshape(x.shape[: len(spec.lead)]), spec.lead).reshape(-1)
 
 

@@ -1,0 +1,148 @@
+"""The record by which a kernel knows its call, and how a kernel is run.
+
+A record is numbers and addresses. All but a few of them follow from shapes, strides, dtypes and
+options and are packed once, in `Prepared`, for all calls that are alike; `launch` adds the rest.
+"""
+
+from __future__ import annotations
+
+import itertools
+import struct
+from typing import Any, NamedTuple, cast
+
+import numpy as np
+
+from scaledot import _arrays, _threads
+from scaledot._errors import value_error
+from scaledot._kernels import threads
+from scaledot._kernels.call import CALL
+from scaledot._kernels.jit import Kernel
+from scaledot._kernels.pack import DTYPES
+from scaledot._typing import Array
+
+NO_LIMIT = 2**62
+VOLATILE = (
+    "counter", "query", "key", "value", "mask", "bias", "out", "lse", "part_out", "part_lse",
+    "finished", "scratch", "status",
+)  # fmt: skip
+"""What differs between calls that are alike."""
+
+
+class ModError(ValueError):
+    """A user's function raised an error inside a kernel."""
+
+
+class Memory(NamedTuple):
+    """Where an array lies: shape, strides in bytes, code of the dtype."""
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: int
+
+
+def memory(x: Array) -> Memory:
+    """How a NumPy array or a CPU tensor lies in memory."""
+    code = DTYPES.get(_arrays.dtype_name(x), -1)
+    if isinstance(x, np.ndarray):
+        return Memory(x.shape, x.strides, code)
+    size = x.element_size()
+    return Memory(tuple(x.shape), tuple(size * s for s in x.stride()), code)
+
+
+def address(x: Any) -> int:
+    """Address of the first element; 0 of nothing."""
+    if x is None:
+        return 0
+    if isinstance(x, np.ndarray):
+        return cast(int, x.__array_interface__["data"][0])
+    return cast(int, x.data_ptr())
+
+
+def in_order(shape: tuple[int, ...], size: int, dtype: int) -> Memory:
+    """Memory of a new array."""
+    steps = itertools.accumulate(reversed(shape[1:]), int.__mul__, initial=size)
+    return Memory(shape, tuple(steps)[::-1], dtype)
+
+
+_NAMES = cast(tuple[str, ...], CALL.names)
+
+
+def _record_format() -> tuple[struct.Struct, list[int], dict[str, int]]:
+    """Format of the record in pieces, where each starts, and which piece each volatile name is."""
+    form, starts, numbers = "", list[int](), dict[str, int]()
+    for volatile, group in itertools.groupby(enumerate(_NAMES), lambda x: x[1] in VOLATILE):
+        members = list(group)
+        form += "q" * len(members) if volatile else f"{8 * len(members)}s"
+        for i, name in members if volatile else members[:1]:
+            numbers[name] = len(starts)
+            starts.append(8 * i)
+    return struct.Struct(form), [*starts, CALL.itemsize], numbers
+
+
+_WHOLE = struct.Struct("".join("d" if CALL[name].kind == "f" else "q" for name in _NAMES))
+_FORMAT, _STARTS, _PIECE = _record_format()
+(_COUNTER, _QUERY, _KEY, _VALUE, _MASK, _BIAS, _OUT, _LSE, _PART_OUT, _PART_LSE, _FINISHED,
+ _SCRATCH, _STATUS) = (_PIECE[name] for name in VOLATILE)  # fmt: skip
+_COUNTERS = struct.Struct("qq")  # the next task, the status; written whole
+# All threads change the counter: nothing that they only read lies near.
+_COUNTERS_AT = CALL.itemsize + 128
+_PARTS_AT = _COUNTERS_AT + 128
+
+
+def packed(known: dict[str, Any]) -> list[Any]:
+    """Pack a record into the pieces of its format."""
+    packed = _WHOLE.pack(*[known.get(name, 0) for name in _NAMES])
+    pieces: list[Any] = [packed[i:j] for i, j in itertools.pairwise(_STARTS)]
+    for name in VOLATILE:
+        pieces[_PIECE[name]] = 0
+    return pieces
+
+
+class Prepared(NamedTuple):
+    """A call but for the addresses of its arrays and its memory."""
+
+    kernel: Kernel
+    record: list[Any]  # the pieces
+    keep: object  # owns what the record has addresses of
+    tasks: int
+    is_small: bool
+    scratch: int  # bytes of each worker
+    parts: tuple[int, int, int]  # bytes of part_out, part_lse, finished
+    shape: tuple[int, ...]  # of the result
+    numbers: Any  # its dtype; None for that of query
+
+
+def launch(
+    call: Prepared, query: Any = None, key: Any = None, value: Any = None, mask: Any = None,
+    bias: Any = None, out: Any = None, lse: Any = None,
+) -> None:  # fmt: skip
+    """Run a kernel on these arrays, on as many threads as there is work for."""
+    workers = 1 if call.is_small else max(1, min(_threads.get_num_threads(), call.tasks))
+    lse_at = _PARTS_AT + call.parts[0]
+    finished_at = lse_at + call.parts[1]
+    scratch_at = finished_at + call.parts[2]
+    room: Any = np.empty(scratch_at + workers * call.scratch, dtype=np.uint8)
+    base, record = address(room), call.record.copy()
+    record[_COUNTER], record[_STATUS] = base + _COUNTERS_AT, base + _COUNTERS_AT + 8
+    record[_QUERY], record[_KEY] = address(query), address(key)
+    record[_VALUE], record[_OUT] = address(value), address(out)
+    record[_MASK], record[_BIAS], record[_LSE] = address(mask), address(bias), address(lse)
+    record[_PART_OUT], record[_PART_LSE] = base + _PARTS_AT, base + lse_at
+    record[_FINISHED], record[_SCRATCH] = base + finished_at, base + scratch_at
+    _FORMAT.pack_into(room, 0, *record)
+    _COUNTERS.pack_into(room, _COUNTERS_AT, 0, 0)
+    room[finished_at:scratch_at] = 0
+
+    def stop() -> None:
+        _COUNTERS.pack_into(room, _COUNTERS_AT, NO_LIMIT, 0)  # workers end after their task
+
+    held = (call, room, query, key, value, mask, bias, out, lse)
+    status = threads.run(call.kernel.address, base, workers, stop, held)
+    if status == threads.LOST:
+        raise RuntimeError("the process was forked, by a signal handler, in the midst of the call")
+    if _COUNTERS.unpack_from(room, _COUNTERS_AT)[1]:
+        raise ModError(str(value_error(
+            "score_mod and mask_mod must work for every position of the call",
+            "one that raised an error, for example an index out of bounds",
+            "impl='blockwise' calls it on arrays and shows the error.",
+        )))  # fmt: skip
