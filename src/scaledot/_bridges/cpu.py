@@ -14,7 +14,7 @@ import numpy as np
 from scaledot import _arrays, _masks, _threads
 from scaledot._blockwise import Tiles
 from scaledot._errors import value_error
-from scaledot._kernels import decode, forward, layout, mods, room, threads, weights
+from scaledot._kernels import decode, forward, layout, mods, options, room, threads, weights
 from scaledot._kernels.call import CALL
 from scaledot._kernels.jit import Kernel
 from scaledot._kernels.kinds import BLOCK_KV, SUBS
@@ -222,6 +222,7 @@ def _launch(chosen: Plan, problem: Problem, results: dict[str, Any]) -> None:
     known["status"] = known["counter"] + 8
     held = [problem, arrays, results, record]
     _add_mods(problem, arrays, known, held)
+    known |= options.functions(known, double=chosen.vectors is DOUBLE)
     _go(chosen.kernel, record, known, arrays["counter"], num_threads, held)
     if arrays["counter"][1]:
         error = value_error(
@@ -235,6 +236,7 @@ def _launch(chosen: Plan, problem: Problem, results: dict[str, Any]) -> None:
 def _go(
     kernel: Kernel, record: Any, known: dict[str, Any], counter: Any, num_threads: int, held: Any
 ) -> None:
+    known["address"] = record.ctypes.data
     record[0] = tuple(known.get(name, 0) for name in CALL.names)  # type: ignore[union-attr]
 
     def stop() -> None:
@@ -288,7 +290,7 @@ def _add_mods(
     known["class_head"] = tiles if mod.uses_head else 0
     known["class_entry"] = heads * tiles if by_entry else 0
     known["num_classes"] = len(arrays["classes"])
-    kernel = forward.class_double if vectors is DOUBLE else forward.class_single
+    kernel = options.class_double if vectors is DOUBLE else options.class_single
     workers = max(1, min(_threads.get_num_threads(), len(arrays["classes"])))
     bytes_of_tiles = np.empty(workers * layout.CLASS_BYTES, dtype=np.uint8)
     counter = np.zeros(1, dtype=np.int64)

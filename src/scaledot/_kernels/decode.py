@@ -11,8 +11,7 @@ import math
 import numpy as np
 
 from scaledot._kernels.atomics import add as add_shared
-from scaledot._kernels.call import read
-from scaledot._kernels.forward import mix
+from scaledot._kernels.call import ask, read
 from scaledot._kernels.jit import inlined, kernel, separate
 from scaledot._kernels.kinds import (
     BLOCK_KV,
@@ -38,7 +37,6 @@ from scaledot._kernels.pack import (
     halves_to_row,
     load_byte,
     load_int64,
-    load_uint32,
     numbers_to_row,
     row_to_numbers,
     transpose,
@@ -61,7 +59,6 @@ from scaledot._kernels.target import HOST
 from scaledot._kernels.tile import (
     EMPTY,
     PARTIAL,
-    adjust,
     adjusts,
     clip,
     end_key,
@@ -69,7 +66,6 @@ from scaledot._kernels.tile import (
     hide_unseen,
     hides,
 )
-from scaledot._kernels.visible import classify
 
 INF = math.inf
 NR = HOST.nr
@@ -195,9 +191,10 @@ def apply_options(kind, call, room, pair, rows, tile, low, high):  # type: ignor
     scores = room.scores + size(kind) * rows * BLOCK_KV
     seen = 1
     if hides(call):
-        seen = classify(
-            kind, call, pair, 0, call.len_q, tile + low, high - low, room.seen, room.line
-        )
+        seen = ask(
+            call.classify, call.address, pair, 0, call.len_q, tile + low, high - low, room.seen,
+            room.line,
+        )  # fmt: skip
         if seen == EMPTY:
             for r in range(call.len_q):
                 numbers(kind, scores + size(kind) * r * BLOCK_KV, BLOCK_KV)[:] = -INF
@@ -208,8 +205,8 @@ def apply_options(kind, call, room, pair, rows, tile, low, high):  # type: ignor
         square = room.tile + size(kind) * j * span
         transpose(kind, scores + size(kind) * j, BLOCK_KV, square, span)
     if adjusts(call):
-        adjust(
-            kind, call, pair, 0, call.len_q, tile + first, high - first,
+        ask(
+            call.adjust, call.address, pair, 0, call.len_q, tile + first, high - first,
             room.tile + size(kind) * first * span, room.rest,
         )  # fmt: skip
     if seen == PARTIAL:
@@ -238,25 +235,6 @@ def weigh_row(kind, room, r, end):  # type: ignore[no-untyped-def]
     total[r] = total[r] * factor[r] + row_weigh(kind, scores, end, shift)
     row_pairs(kind, scores, -(-end // (2 * lanes(kind))) * 2 * lanes(kind),
               room.pairs + 2 * r * BLOCK_KV)  # fmt: skip
-
-
-@separate
-def drop_row(kind, call, pair, row, key, count, weights):  # type: ignore[no-untyped-def]
-    """Apply dropout to the weights of a row (`_masks.dropout_keeps`)."""
-    entry, line = pair // call.num_heads, numbers(kind, weights, count)
-    q_pos = np.uint32((load_int64(call.q_start + 8 * entry) + row) & 0xFFFFFFFF)
-    row_a = mix(np.uint32(load_uint32(call.head_keys + 8 * pair) ^ q_pos))
-    second = load_uint32(call.head_keys + 8 * pair + 4)
-    row_b = mix(np.uint32(np.uint32(row_a + np.uint32(0x9E3779B9)) ^ second))
-    start = np.uint32((load_int64(call.kv_start + 8 * entry) + key) & 0xFFFFFFFF)
-    threshold, scale = np.uint32(call.threshold), number(kind, call.kept_scale)
-    for j in range(count):
-        x = np.uint32(np.uint32(np.uint32(start + np.uint32(j)) ^ row_a) * np.uint32(0x7FEB352D))
-        x = np.uint32(x ^ (x >> np.uint32(15)))
-        x = np.uint32(np.uint32(x + row_b) * np.uint32(0x846CA68B))
-        x = np.uint32(x ^ (x >> np.uint32(16)))
-        kept = np.uint32(x >> np.uint32(8)) >= threshold
-        line[j] = line[j] * scale if kept else line[j] * 0
 
 
 @separate
@@ -335,7 +313,8 @@ def decode_tile(kind, call, room, key_pair, tile, low, high, careful):  # type: 
         weigh_row(kind, room, r, end)
         if call.threshold:
             weights = room.scores + size(kind) * r * BLOCK_KV
-            drop_row(kind, call, first_pair + r // call.len_q, r % call.len_q, tile, end, weights)
+            pair = first_pair + r // call.len_q
+            ask(call.drop, call.address, pair, r % call.len_q, tile, end, 0, weights, 0)
             row_pairs(kind, weights, end, room.pairs + 2 * r * BLOCK_KV)
     add_values(kind, call, room, rows, values, v_row, end)
 

@@ -19,6 +19,7 @@ from scaledot._kernels.kinds import (
     floats_at,
     halves_at,
     has_pairs,
+    is_pairs,
     lanes,
     longs_at,
     number,
@@ -255,9 +256,11 @@ def all_finite(context: Any, kind: Any, source: Any, row_stride: Any, count: Any
 @intrinsic
 def interleave(context: Any, kind: Any, first: Any, second: Any, count: Any, target: Any) -> Any:
     """Two rows of bfloat16 side by side; whether both are finite. ``count``: whole vectors."""
-    v = vectors(kind)
+    v, paired = vectors(kind), is_pairs(kind)
 
     def emit(cx: Any, b: Any, sig: Any, args: Any) -> Any:
+        if not paired:
+            return simd.I1(0)
         rows = [simd.pointer(b, args[i], simd.I16) for i in (1, 2)]
         goal, halves = simd.pointer(b, args[4], simd.I32), ir.VectorType(simd.I16, 2 * v.lanes)
 
