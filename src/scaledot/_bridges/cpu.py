@@ -17,7 +17,7 @@ from scaledot._errors import value_error
 from scaledot._kernels import decode, forward, layout, mods, options, room, threads, weights
 from scaledot._kernels.call import CALL
 from scaledot._kernels.jit import Kernel
-from scaledot._kernels.kinds import BLOCK_KV, SUBS
+from scaledot._kernels.kinds import BLOCK_KV, subs_of
 from scaledot._kernels.pack import DTYPES
 from scaledot._kernels.simd import DOUBLE, SINGLE, Vectors
 from scaledot._kernels.target import HOST
@@ -100,7 +100,7 @@ def plan(spec: Spec) -> Plan:
         parts = max(1, -(-spec.len_kv // room.part_length(spec.len_kv)))
         scratch = room.room_bytes(*shape, spec.group_size * spec.len_q)
         return Plan(kernel, vectors, entries * spec.num_kv_heads * parts, scratch, parts)
-    blocks = -(-spec.len_q // (SUBS * HOST.nr * vectors.lanes))
+    blocks = -(-spec.len_q // (subs_of(spec.len_kv) * HOST.nr * vectors.lanes))
     kernel = forward.attend_double if double else forward.attend_single
     if spec.dtype == "bfloat16" and HOST.bf16:
         kernel = forward.attend_pairs
@@ -434,7 +434,9 @@ def tiles(problem: Problem) -> Tiles:
     """Count the work and the memory of `run` without doing it."""
     spec, terms = problem.spec, problem.terms
     chosen = plan(spec)
-    rows = spec.len_q if chosen.parts else SUBS * HOST.nr * chosen.vectors.lanes
+    rows = subs_of(spec.len_kv) * HOST.nr * chosen.vectors.lanes
+    if chosen.parts:
+        rows = spec.len_q
     counts = np.asarray(spec.len_kv) if terms.kv_count is None else terms.kv_count
     start, count = np.broadcast_arrays(terms.q_start - terms.kv_start, counts)
     start, count = (x.reshape(-1, 1) for x in (start, count))

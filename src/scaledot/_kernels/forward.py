@@ -15,7 +15,6 @@ from scaledot._kernels.call import ask, read
 from scaledot._kernels.jit import inlined, kernel, separate
 from scaledot._kernels.kinds import (
     BLOCK_KV,
-    SUBS,
     Double,
     Pairs,
     Single,
@@ -23,6 +22,7 @@ from scaledot._kernels.kinds import (
     lanes,
     numbers,
     size,
+    subs,
 )
 from scaledot._kernels.layout import depth_of, place, width_of
 from scaledot._kernels.matmul import make_accumulate
@@ -327,11 +327,11 @@ def start_queries(kind, call, scratch, pair, first_row, rows):  # type: ignore[n
 def start_block(kind, call, scratch, pair, first_row, rows):  # type: ignore[no-untyped-def]
     """Load the queries of a task and clear what is summed."""
     span, width = NR * lanes(kind), width_of(kind, call)
-    subs = -(-rows // span)
+    blocks = -(-rows // span)
     start_queries(kind, call, scratch, pair, first_row, rows)
-    numbers(kind, scratch.row_max, subs * span)[:] = -INF
-    numbers(kind, scratch.row_sum, subs * span)[:] = 0
-    numbers(kind, scratch.acc, subs * width * span)[:] = 0
+    numbers(kind, scratch.row_max, blocks * span)[:] = -INF
+    numbers(kind, scratch.row_sum, blocks * span)[:] = 0
+    numbers(kind, scratch.acc, blocks * width * span)[:] = 0
 
 
 @inlined
@@ -340,7 +340,7 @@ def attend_block(kind, call, scratch, pair, first_row):  # type: ignore[no-untyp
     entry, head = pair // call.num_heads, pair % call.num_heads
     key_pair = entry * (call.num_heads // call.group_size) + head // call.group_size
     span = NR * lanes(kind)
-    rows = min(SUBS * span, load_int64(call.q_count + 8 * entry) - first_row)
+    rows = min(subs(call.len_kv) * span, load_int64(call.q_count + 8 * entry) - first_row)
     if rows <= 0:
         return 1
     start_block(kind, call, scratch, pair, first_row, rows)
@@ -359,13 +359,14 @@ def attend(kind, address, worker, budget):  # type: ignore[no-untyped-def]
     """Take blocks of queries from the shared counter until none is left; causal: longest first."""
     call = read(address)
     scratch = place(kind, call, worker)
-    blocks = -(-call.len_q // (SUBS * NR * lanes(kind)))
+    step = subs(call.len_kv) * NR * lanes(kind)
+    blocks = -(-call.len_q // step)
     num_pairs = call.num_entries * call.num_heads
     while budget > 0:
         task = fetch_add(call.counter, 1)
         if task >= num_pairs * blocks:
             return 0
-        row = (blocks - 1 - task // num_pairs) * SUBS * NR * lanes(kind)
+        row = (blocks - 1 - task // num_pairs) * step
         scores = attend_block(kind, call, scratch, task % num_pairs, row)
         budget -= scores * (call.d_k + call.d_v + 1)
     return 1

@@ -170,8 +170,13 @@ SUBS = 4
 """Blocks of queries that share a tile of keys and values once it is converted."""
 BLOCK_KV = 128
 """Keys of a tile; a multiple of every micro-kernel, and one block of a block mask."""
+LONG = 2**18
+"""Keys beyond which a task is one block of queries: Ctrl-C is seen between tasks."""
 
 
-def block_q(double: bool) -> int:
-    """Queries of one task."""
-    return SUBS * HOST.nr * (simd.DOUBLE if double else simd.SINGLE).lanes
+def subs_of(len_kv: int) -> int:
+    """Blocks of queries in a task."""
+    return SUBS if len_kv <= LONG else 1
+
+
+subs = inlined(subs_of)
