@@ -69,7 +69,7 @@ from scaledot._kernels.tile import (
 
 INF = math.inf
 NR = HOST.nr
-FEW = 8  # queries of a head up to which this kernel is the faster
+FEW = 8  # queries of a head up to which this kernel is the faster; never more than lanes
 
 
 @separate
@@ -151,7 +151,7 @@ def clear_odd(kind, values, step, count, d, odd):  # type: ignore[no-untyped-def
 @separate
 def score_rows(kind, call, room, rows, keys, k_row, count):  # type: ignore[no-untyped-def]
     """Scores of all rows for ``count`` keys, rounded up to full vectors."""
-    depth, queries = padded(kind, call.d_k), min(4, lanes(kind) // 2)
+    depth, queries = padded(kind, call.d_k), max(1, min(4, lanes(kind) // 2))
     halved = 1 + has_pairs(kind)  # elements are pairs of two numbers
     bytes_of_row = size(kind) * depth // halved
     scale, r = number(kind, call.scale), 0

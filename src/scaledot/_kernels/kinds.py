@@ -13,7 +13,7 @@ from numba.core import types
 from numba.np.arrayobj import populate_array
 
 from scaledot._kernels import simd
-from scaledot._kernels.jit import intrinsic
+from scaledot._kernels.jit import inlined, intrinsic
 from scaledot._kernels.simd import I64, Vectors
 from scaledot._kernels.target import HOST
 

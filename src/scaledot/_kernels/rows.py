@@ -16,7 +16,6 @@ from scaledot._kernels import simd
 from scaledot._kernels.jit import intrinsic
 from scaledot._kernels.kinds import is_pairs, vectors, widen
 from scaledot._kernels.simd import I8, I16, I32, I64, LOG2E, Vectors
-from scaledot._kernels.target import HOST
 
 INT = types.intp
 AHEAD = 4096  # bytes: how far before its use memory is asked for
@@ -46,10 +45,10 @@ def _folded(b: Any, v: Vectors, sums: list[Any]) -> Any:
     return sums[0]
 
 
-def make_dots(queries: int) -> Any:
+def make_dots(most: int) -> Any:
     """Build ``dots(kind, q, q_step, k, k_row, depth, scores, step, scale)``.
 
-    Scores of ``queries`` queries and lanes / queries keys: the products of rows of ``depth``
+    Scores of ``most`` queries, or of half the lanes, and lanes / queries keys: the products of rows of ``depth``
     elements, a multiple of the lanes. Each sum is over lanes of partial sums, the same for every
     number of queries. ``scale`` is applied for `Pairs`, whose queries cannot hold it.
     """
@@ -58,6 +57,7 @@ def make_dots(queries: int) -> Any:
     def dots(context: Any, kind: Any, q: Any, q_step: Any, k: Any, k_row: Any, depth: Any,
              scores: Any, step: Any, scale: Any) -> Any:  # fmt: skip
         v, pairs = vectors(kind), is_pairs(kind)
+        queries = min(most, max(1, v.lanes // 2))
         keys = v.lanes // queries
 
         def emit(cx: Any, b: Any, sig: Any, args: Any) -> Any:
@@ -195,7 +195,7 @@ def _paired_rows(
     return found
 
 
-dots_1, dots_4 = make_dots(1), make_dots(min(4, HOST.lanes // 2))
+dots_1, dots_4 = make_dots(1), make_dots(4)
 mix_1, mix_4 = make_mix(1, COLUMNS), make_mix(4, COLUMNS // 2)
 mix_1_rest, mix_4_rest = make_mix(1, 2), make_mix(4, 2)
 
