@@ -22,8 +22,8 @@ from scaledot._typing import Array
 
 NO_LIMIT = 2**62
 VOLATILE = (
-    "counter", "query", "key", "value", "mask", "bias", "out", "lse", "part_out", "part_lse",
-    "finished", "scratch", "status",
+    "address", "counter", "query", "key", "value", "mask", "bias", "out", "lse", "part_out",
+    "part_lse", "finished", "scratch", "status",
 )  # fmt: skip
 """What differs between calls that are alike."""
 
@@ -81,8 +81,8 @@ def _record_format() -> tuple[struct.Struct, list[int], dict[str, int]]:
 
 _WHOLE = struct.Struct("".join("d" if CALL[name].kind == "f" else "q" for name in _NAMES))
 _FORMAT, _STARTS, _PIECE = _record_format()
-(_COUNTER, _QUERY, _KEY, _VALUE, _MASK, _BIAS, _OUT, _LSE, _PART_OUT, _PART_LSE, _FINISHED,
- _SCRATCH, _STATUS) = (_PIECE[name] for name in VOLATILE)  # fmt: skip
+(_ADDRESS, _COUNTER, _QUERY, _KEY, _VALUE, _MASK, _BIAS, _OUT, _LSE, _PART_OUT, _PART_LSE,
+ _FINISHED, _SCRATCH, _STATUS) = (_PIECE[name] for name in VOLATILE)  # fmt: skip
 _COUNTERS = struct.Struct("qq")  # the next task, the status; written whole
 # All threads change the counter: nothing that they only read lies near.
 _COUNTERS_AT = CALL.itemsize + 128
@@ -123,6 +123,7 @@ def launch(
     scratch_at = finished_at + call.parts[2]
     room: Any = np.empty(scratch_at + workers * call.scratch, dtype=np.uint8)
     base, record = address(room), call.record.copy()
+    record[_ADDRESS] = base
     record[_COUNTER], record[_STATUS] = base + _COUNTERS_AT, base + _COUNTERS_AT + 8
     record[_QUERY], record[_KEY] = address(query), address(key)
     record[_VALUE], record[_OUT] = address(value), address(out)

@@ -11,6 +11,7 @@ import numpy as np
 from scaledot._bridges import cpu
 from scaledot._kernels import decode, room
 from scaledot._kernels.kinds import BLOCK_KV, block_q
+from scaledot._kernels.simd import DOUBLE, SINGLE
 from scaledot._launch import Memory, launch, memory
 from scaledot._spec import Problem
 from scaledot._state import State
@@ -49,7 +50,8 @@ def run(problem: Problem, starts_q: list[int], starts_kv: list[int], seeds: Any)
     out, lse = cpu.results((starts_q[-1], spec.num_heads, spec.d_v), numbers, here.query)
     q, kv = np.asarray(starts_q), np.asarray(starts_kv)
     every = Sequences(q[:-1], np.diff(q), kv[:-1], np.diff(kv))
-    for index in _groups(every, starts_kv[-1], block_q(spec.dtype == "float64")):
+    lane = (DOUBLE if spec.dtype == "float64" else SINGLE).lanes
+    for index in _groups(every, starts_kv[-1], lane):
         terms = here.terms
         if seeds is not None:
             terms = replace(terms, seed_low=seeds[0][index], seed_high=seeds[1][index])
@@ -58,7 +60,7 @@ def run(problem: Problem, starts_q: list[int], starts_kv: list[int], seeds: Any)
     return State(*(None if x is None else cpu.back(x, problem) for x in (out, lse)))
 
 
-def _groups(every: Sequences, tokens: int, block: int) -> Iterator[list[int]]:
+def _groups(every: Sequences, tokens: int, lane: int) -> Iterator[list[int]]:
     """Numbers of the sequences that one launch can do.
 
     The decode kernel takes one number of queries and cuts keys into parts of one length; the
@@ -73,11 +75,11 @@ def _groups(every: Sequences, tokens: int, block: int) -> Iterator[list[int]]:
             continue
         end = kv_start + -(-kv_count // BLOCK_KV) * BLOCK_KV
         edge = kv_count if end > tokens else -1
-        if q_count <= decode.FEW:
+        if q_count <= decode.few(lane):
             part = room.part_length(kv_count)
             kind = (edge, q_count, part, (-(-kv_count // part)).bit_length())
         else:
-            kind = (edge, 0, (-(-q_count // block)).bit_length(), 0)
+            kind = (edge, 0, (-(-q_count // block_q(lane, kv_count))).bit_length(), 0)
         groups.setdefault(kind, []).append(number)
     yield from groups.values()
 

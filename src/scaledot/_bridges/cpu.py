@@ -16,9 +16,9 @@ import numpy as np
 
 from scaledot import _arrays, _launch, _masks, _threads
 from scaledot._blockwise import Tiles
-from scaledot._kernels import decode, forward, layout, mods, room, weights
+from scaledot._kernels import decode, forward, layout, mods, options, room, weights
 from scaledot._kernels.jit import Kernel
-from scaledot._kernels.kinds import BLOCK_KV, SUBS
+from scaledot._kernels.kinds import BLOCK_KV, block_q
 from scaledot._kernels.pack import DTYPES
 from scaledot._kernels.simd import DOUBLE, SINGLE, Vectors
 from scaledot._kernels.target import HOST
@@ -57,7 +57,7 @@ def plan(spec: Spec) -> Plan:
     entries, double = math.prod(spec.lead), spec.dtype == "float64"
     vectors = DOUBLE if double else SINGLE
     shape = (vectors.lanes, vectors.size, spec.d_k, spec.d_v)
-    if spec.len_q <= decode.FEW:
+    if spec.len_q <= decode.few(vectors.lanes):
         kernel = {
             "float64": decode.decode_double, "float32": decode.decode_single,
             "float16": decode.decode_half,
@@ -66,7 +66,7 @@ def plan(spec: Spec) -> Plan:
         parts = max(1, -(-spec.len_kv // room.part_length(spec.len_kv)))
         scratch = room.room_bytes(*shape, spec.group_size * spec.len_q)
         return Plan(kernel, vectors, entries * spec.num_kv_heads * parts, scratch, parts)
-    blocks = -(-spec.len_q // (SUBS * HOST.nr * vectors.lanes))
+    blocks = -(-spec.len_q // block_q(vectors.lanes, spec.len_kv))
     kernel = forward.attend_double if double else forward.attend_single
     if spec.dtype == "bfloat16" and HOST.bf16:
         kernel = forward.attend_pairs
@@ -134,6 +134,7 @@ def prepared(
     known["scratch_bytes"] = chosen.scratch
     work = math.prod(spec.scores_shape) * (spec.d_k + spec.d_v)
     keep += _add_mods(problem, known)
+    known |= options.functions(known, double=chosen.vectors is DOUBLE)
     return Prepared(
         chosen.kernel, packed(known), keep, chosen.tasks if math.prod(out.shape[:-1]) else 0,
         work < SMALL, chosen.scratch, _part_bytes(chosen, spec), out.shape, numbers,
@@ -272,7 +273,7 @@ def _add_mods(problem: Problem, known: dict[str, Any]) -> list[Any]:
     known["classes"], known["num_classes"] = address(classes), len(classes)
     known["class_head"] = tiles if mod.uses_head else 0
     known["class_entry"] = heads * tiles if by_entry else 0
-    kernel = forward.class_double if vectors is DOUBLE else forward.class_single
+    kernel = options.class_double if vectors is DOUBLE else options.class_single
     record = packed({**known, "scratch_bytes": layout.CLASS_BYTES})
     keep = [score_mod, mod, classes]
     launch(Prepared(kernel, record, keep, len(classes), False, layout.CLASS_BYTES, (0, 0, 0),
@@ -412,7 +413,9 @@ def tiles(problem: Problem) -> Tiles:
     """Count the work and the memory of `run` without doing it."""
     spec, terms = problem.spec, problem.terms
     chosen = plan(spec)
-    rows = spec.len_q if chosen.parts else SUBS * HOST.nr * chosen.vectors.lanes
+    rows = block_q(chosen.vectors.lanes, spec.len_kv)
+    if chosen.parts:
+        rows = spec.len_q
     counts = np.asarray(spec.len_kv) if terms.kv_count is None else terms.kv_count
     start, count = np.broadcast_arrays(terms.q_start - terms.kv_start, counts)
     start, count = (x.reshape(-1, 1) for x in (start, count))

@@ -6,14 +6,17 @@ from typing import Any
 
 import numba
 import numpy as np
+from llvmlite import ir
 from numba import carray  # type: ignore[attr-defined]
 from numba.core import types
 
 from scaledot._kernels.jit import inlined, intrinsic
+from scaledot._kernels.simd import I64
 
 # A *pair* is one head of one entry of the flattened leading axes. Strides are in bytes. An address
 # of 0 stands for an option that is not in use; arrays at addresses are contiguous.
 INTEGERS = (
+    "address",  # of this record
     "counter",  # int64: the next task
     "num_entries", "num_heads", "group_size", "len_q", "len_kv", "d_k", "d_v",
     "dtype", "out_dtype",
@@ -32,6 +35,7 @@ INTEGERS = (
     "blocks", "block_rows",  # bool (pairs, block_rows, blocks of keys)
     "first_row",  # number of the first query, among those that the blocks count
     "score_mod", "mask_mod",  # addresses of native functions
+    "adjust", "classify", "drop",  # of `options`, which only calls that need them compile
     "classes",  # uint8 (entries or 1, heads or 1, SUBS · tasks, tiles): what mask_mod leaves
     "class_entry", "class_head",  # steps in `classes`, 0 where they are shared
     "num_classes",
@@ -58,3 +62,15 @@ def _record_pointer(context: Any, address: Any) -> Any:
 def read(address):  # type: ignore[no-untyped-def]
     """Return the record at an address."""
     return carray(_record_pointer(address), 1)[0]
+
+
+@intrinsic
+def ask(context: Any, function: Any, a: Any, b: Any, c: Any, d: Any, e: Any, f: Any, g: Any,
+        h: Any) -> Any:  # fmt: skip
+    """Call a native function of eight int64 at an address."""
+
+    def emit(cx: Any, builder: Any, sig: Any, args: Any) -> Any:
+        kind = ir.FunctionType(I64, [I64] * 8)
+        return builder.call(builder.inttoptr(args[0], kind.as_pointer()), args[1:])
+
+    return types.int64(*(types.int64,) * 9), emit

@@ -11,8 +11,7 @@ import math
 import numpy as np
 
 from scaledot._kernels.atomics import add as add_shared
-from scaledot._kernels.call import read
-from scaledot._kernels.forward import mix
+from scaledot._kernels.call import ask, read
 from scaledot._kernels.jit import inlined, kernel, separate
 from scaledot._kernels.kinds import (
     BLOCK_KV,
@@ -38,7 +37,6 @@ from scaledot._kernels.pack import (
     halves_to_row,
     load_byte,
     load_int64,
-    load_uint32,
     numbers_to_row,
     row_to_numbers,
     transpose,
@@ -50,8 +48,8 @@ from scaledot._kernels.rows import (
     dots_4,
     mix_1,
     mix_1_rest,
-    mix_4,
-    mix_4_rest,
+    mix_2,
+    mix_2_rest,
     row_max,
     row_pairs,
     row_scale,
@@ -61,7 +59,6 @@ from scaledot._kernels.target import HOST
 from scaledot._kernels.tile import (
     EMPTY,
     PARTIAL,
-    adjust,
     adjusts,
     clip,
     end_key,
@@ -69,11 +66,15 @@ from scaledot._kernels.tile import (
     hide_unseen,
     hides,
 )
-from scaledot._kernels.visible import classify
 
 INF = math.inf
 NR = HOST.nr
 FEW = 8  # queries of a head up to which this kernel is the faster
+
+
+def few(lane: int) -> int:
+    """Most queries that decode: options are turned over in squares of lanes."""
+    return min(FEW, lane)
 
 
 @separate
@@ -155,7 +156,7 @@ def clear_odd(kind, values, step, count, d, odd):  # type: ignore[no-untyped-def
 @separate
 def score_rows(kind, call, room, rows, keys, k_row, count):  # type: ignore[no-untyped-def]
     """Scores of all rows for ``count`` keys, rounded up to full vectors."""
-    depth, queries = padded(kind, call.d_k), min(4, lanes(kind) // 2)
+    depth, queries = padded(kind, call.d_k), max(1, min(4, lanes(kind) // 2))
     halved = 1 + has_pairs(kind)  # elements are pairs of two numbers
     bytes_of_row = size(kind) * depth // halved
     scale, r = number(kind, call.scale), 0
@@ -195,9 +196,10 @@ def apply_options(kind, call, room, pair, rows, tile, low, high):  # type: ignor
     scores = room.scores + size(kind) * rows * BLOCK_KV
     seen = 1
     if hides(call):
-        seen = classify(
-            kind, call, pair, 0, call.len_q, tile + low, high - low, room.seen, room.line
-        )
+        seen = ask(
+            call.classify, call.address, pair, 0, call.len_q, tile + low, high - low, room.seen,
+            room.line,
+        )  # fmt: skip
         if seen == EMPTY:
             for r in range(call.len_q):
                 numbers(kind, scores + size(kind) * r * BLOCK_KV, BLOCK_KV)[:] = -INF
@@ -208,8 +210,8 @@ def apply_options(kind, call, room, pair, rows, tile, low, high):  # type: ignor
         square = room.tile + size(kind) * j * span
         transpose(kind, scores + size(kind) * j, BLOCK_KV, square, span)
     if adjusts(call):
-        adjust(
-            kind, call, pair, 0, call.len_q, tile + first, high - first,
+        ask(
+            call.adjust, call.address, pair, 0, call.len_q, tile + first, high - first,
             room.tile + size(kind) * first * span, room.rest,
         )  # fmt: skip
     if seen == PARTIAL:
@@ -241,34 +243,14 @@ def weigh_row(kind, room, r, end):  # type: ignore[no-untyped-def]
 
 
 @separate
-def drop_row(kind, call, pair, row, key, count, weights):  # type: ignore[no-untyped-def]
-    """Apply dropout to the weights of a row (`_masks.dropout_keeps`)."""
-    entry, line = pair // call.num_heads, numbers(kind, weights, count)
-    q_pos = np.uint32((load_int64(call.q_start + 8 * entry) + row) & 0xFFFFFFFF)
-    row_a = mix(np.uint32(load_uint32(call.head_keys + 8 * pair) ^ q_pos))
-    second = load_uint32(call.head_keys + 8 * pair + 4)
-    row_b = mix(np.uint32(np.uint32(row_a + np.uint32(0x9E3779B9)) ^ second))
-    start = np.uint32((load_int64(call.kv_start + 8 * entry) + key) & 0xFFFFFFFF)
-    threshold, scale = np.uint32(call.threshold), number(kind, call.kept_scale)
-    for j in range(count):
-        x = np.uint32(np.uint32(np.uint32(start + np.uint32(j)) ^ row_a) * np.uint32(0x7FEB352D))
-        x = np.uint32(x ^ (x >> np.uint32(15)))
-        x = np.uint32(np.uint32(x + row_b) * np.uint32(0x846CA68B))
-        x = np.uint32(x ^ (x >> np.uint32(16)))
-        kept = np.uint32(x >> np.uint32(8)) >= threshold
-        line[j] = line[j] * scale if kept else line[j] * 0
-
-
-@separate
 def add_values(kind, call, room, rows, values, v_row, depth):  # type: ignore[no-untyped-def]
     """Acc = acc · factor + weights · values over ``depth`` keys (even, for `Pairs`)."""
-    width, r, halved = padded(kind, call.d_v), 0, 1 + has_pairs(kind)
+    width, wide, halved = padded(kind, call.d_v), COLUMNS * lanes(kind), 1 + has_pairs(kind)
     weights = room.pairs if has_pairs(kind) else room.scores
-    step = BLOCK_KV // halved  # elements from row to row
+    step, r = BLOCK_KV // halved, 0  # elements from row to row
     while r < rows:
-        some = 4 if r + 4 <= rows else 1
+        some = 2 if r + 2 <= rows else 1
         w, factor = weights + size(kind) * r * step, room.factor + size(kind) * r
-        wide = (COLUMNS if some == 1 else COLUMNS // 2) * lanes(kind)
         c = 0
         while c < width:
             acc, v = room.acc + size(kind) * (r * width + c), values + item(kind) * c
@@ -278,9 +260,9 @@ def add_values(kind, call, room, rows, values, v_row, depth):  # type: ignore[no
             elif some == 1:
                 mix_1_rest(kind, w, step, v, v_row, depth // halved, acc, width, factor)
             elif whole:
-                mix_4(kind, w, step, v, v_row, depth // halved, acc, width, factor)
+                mix_2(kind, w, step, v, v_row, depth // halved, acc, width, factor)
             else:
-                mix_4_rest(kind, w, step, v, v_row, depth // halved, acc, width, factor)
+                mix_2_rest(kind, w, step, v, v_row, depth // halved, acc, width, factor)
             c += wide if whole else 2 * lanes(kind)
         r += some
 
@@ -335,7 +317,8 @@ def decode_tile(kind, call, room, key_pair, tile, low, high, careful):  # type: 
         weigh_row(kind, room, r, end)
         if call.threshold:
             weights = room.scores + size(kind) * r * BLOCK_KV
-            drop_row(kind, call, first_pair + r // call.len_q, r % call.len_q, tile, end, weights)
+            pair = first_pair + r // call.len_q
+            ask(call.drop, call.address, pair, r % call.len_q, tile, end, 0, weights, 0)
             row_pairs(kind, weights, end, room.pairs + 2 * r * BLOCK_KV)
     add_values(kind, call, room, rows, values, v_row, end)
 

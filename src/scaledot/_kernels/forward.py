@@ -11,20 +11,18 @@ import math
 
 import numpy as np
 
-from scaledot._kernels.call import read
+from scaledot._kernels.call import ask, read
 from scaledot._kernels.jit import inlined, kernel, separate
 from scaledot._kernels.kinds import (
     BLOCK_KV,
-    SUBS,
     Double,
     Pairs,
     Single,
     has_pairs,
     lanes,
-    number,
     numbers,
     size,
-    words_at,
+    subs,
 )
 from scaledot._kernels.layout import depth_of, place, width_of
 from scaledot._kernels.matmul import make_accumulate
@@ -38,7 +36,6 @@ from scaledot._kernels.pack import (
     fill_values,
     load_byte,
     load_int64,
-    load_uint32,
     numbers_to_row,
     row_to_numbers,
     transpose,
@@ -49,7 +46,6 @@ from scaledot._kernels.tile import (
     EMPTY,
     NO_LIMIT,
     PARTIAL,
-    adjust,
     adjusts,
     clip,
     end_key,
@@ -59,48 +55,11 @@ from scaledot._kernels.tile import (
     hides,
     multiply,
 )
-from scaledot._kernels.visible import classify, classify_mod
 
 MR, NR = HOST.mr, HOST.nr
 INF = math.inf
 _accumulate = [make_accumulate(n) for n in range(1, NR + 1)]
 accumulate_1, accumulate_2, accumulate_3 = _accumulate[0], _accumulate[-2], _accumulate[-1]
-
-
-@inlined
-def mix(x):  # type: ignore[no-untyped-def]
-    """`_masks._mix` on one unsigned number."""
-    x = np.uint32(x ^ (x >> np.uint32(16)))
-    x = np.uint32(x * np.uint32(0x7FEB352D))
-    x = np.uint32(x ^ (x >> np.uint32(15)))
-    x = np.uint32(x * np.uint32(0x846CA68B))
-    return np.uint32(x ^ (x >> np.uint32(16)))
-
-
-@separate
-def drop(kind, call, pair, row, key, keys, row_keys, weights):  # type: ignore[no-untyped-def]
-    """Apply dropout to the weights of ``keys`` keys from ``key`` on (`_masks.dropout_keeps`)."""
-    span, entry = NR * lanes(kind), pair // call.num_heads
-    first = load_uint32(call.head_keys + 8 * pair)
-    second = load_uint32(call.head_keys + 8 * pair + 4)
-    start = np.uint32((load_int64(call.q_start + 8 * entry) + row) & 0xFFFFFFFF)
-    row_a = words_at(row_keys, span)
-    row_b = words_at(row_keys + 4 * span, span)
-    for i in range(span):
-        row_a[i] = mix(np.uint32(first ^ np.uint32(start + np.uint32(i))))
-        row_b[i] = mix(np.uint32(np.uint32(row_a[i] + np.uint32(0x9E3779B9)) ^ second))
-    threshold, scale = np.uint32(call.threshold), number(kind, call.kept_scale)
-    kv_pos = np.uint32((load_int64(call.kv_start + 8 * entry) + key) & 0xFFFFFFFF)
-    for j in range(keys):
-        line = numbers(kind, weights + size(kind) * j * span, span)
-        mine = np.uint32(kv_pos + np.uint32(j))
-        for i in range(span):
-            x = np.uint32(np.uint32(mine ^ row_a[i]) * np.uint32(0x7FEB352D))
-            x = np.uint32(x ^ (x >> np.uint32(15)))
-            x = np.uint32(np.uint32(x + row_b[i]) * np.uint32(0x846CA68B))
-            x = np.uint32(x ^ (x >> np.uint32(16)))
-            kept = np.uint32(x >> np.uint32(8)) >= threshold
-            line[i] = line[i] * scale if kept else line[i] * 0
 
 
 @separate
@@ -120,9 +79,10 @@ def score_tile(kind, call, scratch, pair, sub, row, count, tile, low, high, seen
     start = scratch.scores + size(kind) * first * span
     changed = False
     if adjusts(call):
-        adjust(
-            kind, call, pair, row, count, tile + first, high - first, start, scratch.rows
-        )
+        ask(
+            call.adjust, call.address, pair, row, count, tile + first, high - first, start,
+            scratch.rows,
+        )  # fmt: skip
         changed = True
     if seen == PARTIAL:
         changed = True
@@ -219,7 +179,10 @@ def attend_sub(  # type: ignore[no-untyped-def]
         else:
             weigh(kind, start + column, span, last - first, row_max, row_sum)
     if call.threshold:
-        drop(kind, call, pair, row, tile + first, last - first, scratch.row_keys, start)
+        ask(
+            call.drop, call.address, pair, row, tile + first, last - first, scratch.row_keys,
+            start, 0,
+        )  # fmt: skip
         for c in range(nr):
             column = size(kind) * c * lanes(kind)
             pair_weights(
@@ -294,8 +257,8 @@ def attend_tile(kind, call, scratch, pair, key_pair, first_row, rows, tile, met)
             continue
         seen = 1
         if hides(call):
-            seen = classify(
-                kind, call, pair, row, count, tile + low, high - low,
+            seen = ask(
+                call.classify, call.address, pair, row, count, tile + low, high - low,
                 scratch.seen, scratch.row_keys,
             )  # fmt: skip
             if seen == EMPTY:
@@ -364,11 +327,11 @@ def start_queries(kind, call, scratch, pair, first_row, rows):  # type: ignore[n
 def start_block(kind, call, scratch, pair, first_row, rows):  # type: ignore[no-untyped-def]
     """Load the queries of a task and clear what is summed."""
     span, width = NR * lanes(kind), width_of(kind, call)
-    subs = -(-rows // span)
+    blocks = -(-rows // span)
     start_queries(kind, call, scratch, pair, first_row, rows)
-    numbers(kind, scratch.row_max, subs * span)[:] = -INF
-    numbers(kind, scratch.row_sum, subs * span)[:] = 0
-    numbers(kind, scratch.acc, subs * width * span)[:] = 0
+    numbers(kind, scratch.row_max, blocks * span)[:] = -INF
+    numbers(kind, scratch.row_sum, blocks * span)[:] = 0
+    numbers(kind, scratch.acc, blocks * width * span)[:] = 0
 
 
 @inlined
@@ -377,7 +340,7 @@ def attend_block(kind, call, scratch, pair, first_row):  # type: ignore[no-untyp
     entry, head = pair // call.num_heads, pair % call.num_heads
     key_pair = entry * (call.num_heads // call.group_size) + head // call.group_size
     span = NR * lanes(kind)
-    rows = min(SUBS * span, load_int64(call.q_count + 8 * entry) - first_row)
+    rows = min(subs(call.len_kv) * span, load_int64(call.q_count + 8 * entry) - first_row)
     if rows <= 0:
         return 1
     start_block(kind, call, scratch, pair, first_row, rows)
@@ -396,13 +359,14 @@ def attend(kind, address, worker, budget):  # type: ignore[no-untyped-def]
     """Take blocks of queries from the shared counter until none is left; causal: longest first."""
     call = read(address)
     scratch = place(kind, call, worker)
-    blocks = -(-call.len_q // (SUBS * NR * lanes(kind)))
+    step = subs(call.len_kv) * NR * lanes(kind)
+    blocks = -(-call.len_q // step)
     num_pairs = call.num_entries * call.num_heads
     while budget > 0:
         task = fetch_add(call.counter, 1)
         if task >= num_pairs * blocks:
             return 0
-        row = (blocks - 1 - task // num_pairs) * SUBS * NR * lanes(kind)
+        row = (blocks - 1 - task // num_pairs) * step
         scores = attend_block(kind, call, scratch, task % num_pairs, row)
         budget -= scores * (call.d_k + call.d_v + 1)
     return 1
@@ -424,29 +388,3 @@ def attend_pairs(call, worker, budget):  # type: ignore[no-untyped-def]
 def attend_double(call, worker, budget):  # type: ignore[no-untyped-def]
     """Forward pass in float64."""
     return attend(Double(0), call, worker, budget)
-
-
-@inlined
-def class_tiles(kind, address, worker, budget):  # type: ignore[no-untyped-def]
-    """Class the tiles of a mask_mod, numbers from the shared counter."""
-    call = read(address)
-    memory = call.scratch + worker * call.scratch_bytes
-    while budget > 0:
-        task = fetch_add(call.counter, 1)
-        if task >= call.num_classes:
-            return 0
-        classify_mod(kind, call, memory, memory + 8 * NR * lanes(kind), task)
-        budget -= BLOCK_KV * NR * lanes(kind) * 8
-    return 1
-
-
-@kernel
-def class_single(call, worker, budget):  # type: ignore[no-untyped-def]
-    """Classes of tiles as float32 has them."""
-    return class_tiles(Single(0), call, worker, budget)
-
-
-@kernel
-def class_double(call, worker, budget):  # type: ignore[no-untyped-def]
-    """Classes of tiles as float64 has them."""
-    return class_tiles(Double(0), call, worker, budget)

@@ -21,12 +21,11 @@ import numba.extending
 from numba.core import registry, types
 from numba.core.codegen import CPUCodeLibrary, JITCPUCodegen
 from numba.core.compiler_lock import global_compiler_lock
-from numba.core.runtime import rtsys
+from numba.core.runtime.nrt import rtsys
 
 from scaledot._kernels.target import HOST
 
 VARIABLE = "SCALEDOT_CACHE_DIR"
-SIGNATURE = types.int64(types.int64, types.int64, types.int64)
 
 
 def _cache_folder() -> Path:
@@ -117,7 +116,7 @@ def _no_collection() -> Iterator[None]:
 
 
 class Kernel:
-    """A function ``(call, worker, budget) -> status`` of int64, compiled at its first use.
+    """A function of int64 that returns int64, compiled at its first use.
 
     Its machine code is kept on disk. Whatever is wrong there costs a compilation, never a result:
     files are written whole under another name first, and carry a checksum.
@@ -125,6 +124,7 @@ class Kernel:
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self.function = function
+        self.signature = types.int64(*(types.int64,) * function.__code__.co_argcount)
         self.name = f"{function.__module__.rpartition('.')[2]}.{function.__name__}"
         self._address = 0
         self._library: Any = None
@@ -158,7 +158,7 @@ class Kernel:
 
     def _compiled(self) -> int:
         with global_compiler_lock, _pieces_as_they_are(self.function.__name__), _no_collection():
-            compiled: Any = numba.cfunc(SIGNATURE, error_model="numpy")(self.function)
+            compiled: Any = numba.cfunc(self.signature, error_model="numpy")(self.function)
         self._library = compiled._library
         self._save(compiled._wrapper_name)
         return int(compiled.address)

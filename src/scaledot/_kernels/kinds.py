@@ -13,7 +13,7 @@ from numba.core import types
 from numba.np.arrayobj import populate_array
 
 from scaledot._kernels import simd
-from scaledot._kernels.jit import intrinsic
+from scaledot._kernels.jit import inlined, intrinsic
 from scaledot._kernels.simd import I64, Vectors
 from scaledot._kernels.target import HOST
 
@@ -131,7 +131,7 @@ def _view(cx: Any, b: Any, sig: Any, address: Any, count: Any) -> Any:
     bytes_each = kind.dtype.bitwidth // 8
     array = cx.make_array(kind)(cx, b)
     pointer = b.inttoptr(address, cx.get_data_type(kind.dtype).as_pointer())
-    populate_array(
+    populate_array(  # type: ignore[no-untyped-call]
         array, data=pointer, shape=[count], strides=[I64(bytes_each)], itemsize=I64(bytes_each),
         meminfo=None,
     )  # fmt: skip
@@ -170,8 +170,18 @@ SUBS = 4
 """Blocks of queries that share a tile of keys and values once it is converted."""
 BLOCK_KV = 128
 """Keys of a tile; a multiple of every micro-kernel, and one block of a block mask."""
+LONG = 2**18
+"""Keys beyond which a task is one block of queries: Ctrl-C is seen between tasks."""
 
 
-def block_q(double: bool) -> int:
-    """Queries of one task."""
-    return SUBS * HOST.nr * (simd.DOUBLE if double else simd.SINGLE).lanes
+def subs_of(len_kv: int) -> int:
+    """Blocks of queries in a task."""
+    return SUBS if len_kv <= LONG else 1
+
+
+subs = inlined(subs_of)
+
+
+def block_q(lane: int, len_kv: int) -> int:
+    """Queries of a task."""
+    return subs_of(len_kv) * HOST.nr * lane

@@ -211,8 +211,9 @@ def halves_to_row(source, stride, count, target):  # type: ignore[no-untyped-def
 
 @separate
 def fill_rows(kind, source, row_stride, stride, code, count, d, rows, step, target):  # type: ignore[no-untyped-def]
-    """Rows (count, d) to ``target`` (rows, step), padded with zeros; for `Pairs` two numbers
-    make one of the ``step``.
+    """Rows (count, d) to ``target`` (rows, step), padded with zeros.
+
+    For `Pairs` two numbers make one of the ``step``.
     """
     for j in range(rows):
         row = target + size(kind) * j * step

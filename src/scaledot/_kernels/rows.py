@@ -15,18 +15,10 @@ from numba.core import types
 from scaledot._kernels import simd
 from scaledot._kernels.jit import intrinsic
 from scaledot._kernels.kinds import is_pairs, vectors, widen
-from scaledot._kernels.simd import I8, I16, I32, I64, LOG2E, Vectors
-from scaledot._kernels.target import HOST
+from scaledot._kernels.simd import I16, I32, I64, LOG2E, Vectors
 
 INT = types.intp
-AHEAD = 4096  # bytes: how far before its use memory is asked for
 COLUMNS = 8  # vectors of values that one query takes at a time: whole rows of 128 numbers
-
-
-def _prefetch(b: Any, p: Any, ahead: Any) -> None:
-    """Ask for the memory that lies ``ahead`` bytes on; nothing happens where there is none."""
-    place = b.gep(b.bitcast(p, I8.as_pointer()), [ahead])
-    simd.call(b, "llvm.prefetch.p0", ir.VoidType(), place, I32(0), I32(3), I32(1))
 
 
 def _folded(b: Any, v: Vectors, sums: list[Any]) -> Any:
@@ -46,11 +38,11 @@ def _folded(b: Any, v: Vectors, sums: list[Any]) -> Any:
     return sums[0]
 
 
-def make_dots(queries: int) -> Any:
+def make_dots(most: int) -> Any:
     """Build ``dots(kind, q, q_step, k, k_row, depth, scores, step, scale)``.
 
-    Scores of ``queries`` queries and lanes / queries keys: the products of rows of ``depth``
-    elements, a multiple of the lanes. Each sum is over lanes of partial sums, the same for every
+    Scores of ``most`` queries, or of half the lanes, and lanes / queries keys: the products of
+    rows of ``depth`` elements, a multiple of the lanes. Each sum is over lanes of partial sums, the same for every
     number of queries. ``scale`` is applied for `Pairs`, whose queries cannot hold it.
     """
 
@@ -58,6 +50,7 @@ def make_dots(queries: int) -> Any:
     def dots(context: Any, kind: Any, q: Any, q_step: Any, k: Any, k_row: Any, depth: Any,
              scores: Any, step: Any, scale: Any) -> Any:  # fmt: skip
         v, pairs = vectors(kind), is_pairs(kind)
+        queries = min(most, max(1, v.lanes // 2))
         keys = v.lanes // queries
 
         def emit(cx: Any, b: Any, sig: Any, args: Any) -> Any:
@@ -76,13 +69,10 @@ def make_dots(queries: int) -> Any:
                 name = f"llvm.x86.avx512bf16.dpbf16ps.{32 * v.lanes}"
                 return simd.call(b, name, v.vector, total, x, y)
 
-            ahead = b.mul(args[4], I64(keys))  # the keys after these
-
             def row(line: Any) -> list[Any]:
                 """Sums of one key: its row is read to the end, as memory is fetched best."""
 
                 def body(i: Any, sums: list[Any]) -> list[Any]:
-                    _prefetch(b, b.gep(line, [i]), ahead)
                     y = read(b, v, v.load(b, line, i, raw))
                     xs = [v.load(b, x, i, element) for x in rows]
                     return [add(x, y, total) for x, total in zip(xs, sums, strict=True)]
@@ -165,7 +155,6 @@ def _plain_row(
     line = simd.pointer(b, b.add(args[3], b.mul(args[4], i)), raw)
     found = []
     for c in range(columns):
-        _prefetch(b, b.gep(line, [I64(v.lanes * c)]), I64(AHEAD))
         found.append(read(b, v, v.load(b, line, I64(v.lanes * c), raw)))
     return found
 
@@ -184,7 +173,6 @@ def _paired_rows(
         both = []
         for line in lines:
             place = b.gep(line, [I64(n * c)])
-            _prefetch(b, place, I64(AHEAD))
             x = b.load(b.bitcast(place, wide.as_pointer()))
             x.align = 1
             both.append(x)
@@ -195,9 +183,9 @@ def _paired_rows(
     return found
 
 
-dots_1, dots_4 = make_dots(1), make_dots(min(4, HOST.lanes // 2))
-mix_1, mix_4 = make_mix(1, COLUMNS), make_mix(4, COLUMNS // 2)
-mix_1_rest, mix_4_rest = make_mix(1, 2), make_mix(4, 2)
+dots_1, dots_4 = make_dots(1), make_dots(4)
+mix_1, mix_2 = make_mix(1, COLUMNS), make_mix(2, COLUMNS)
+mix_1_rest, mix_2_rest = make_mix(1, 2), make_mix(2, 2)
 
 
 @intrinsic

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass, replace
+from typing import Any
 
 import llvmlite.binding as llvm
 from numba.core import config
@@ -42,9 +43,10 @@ TARGETS = {
 
 def features() -> dict[str, bool]:
     """Features of the processor that Numba compiles for: this one, unless its settings say else."""
-    if not config.CPU_NAME:
+    settings: Any = config
+    if not settings.CPU_NAME:
         return dict(llvm.get_host_cpu_features())
-    named = (config.CPU_FEATURES or "").split(",")
+    named = (settings.CPU_FEATURES or "").split(",")
     return {feature[1:]: feature[0] == "+" for feature in named if feature}
 
 

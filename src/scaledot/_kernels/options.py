@@ -1,0 +1,173 @@
+"""Options as native functions of their own, called through addresses in the record of a call.
+
+A call that needs none of them does not wait for their compilation, and those that need them share
+one copy, whichever kernel they run by. All come for float32 and float64 scores.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from scaledot._kernels.call import read
+from scaledot._kernels.jit import inlined, kernel
+from scaledot._kernels.kinds import (
+    BLOCK_KV,
+    Double,
+    Single,
+    lanes,
+    number,
+    numbers,
+    size,
+    words_at,
+)
+from scaledot._kernels.pack import fetch_add, load_int64, load_uint32
+from scaledot._kernels.target import HOST
+from scaledot._kernels.tile import adjust
+from scaledot._kernels.visible import classify, classify_mod
+
+NR = HOST.nr
+
+
+def functions(known: dict[str, Any], *, double: bool) -> dict[str, int]:
+    """Addresses of the functions that a call needs, by what its record holds."""
+
+    def uses(*names: str) -> bool:
+        return any(known.get(name) for name in names)
+
+    wanted = {
+        "adjust": uses("softcap", "bias_places", "slopes", "score_mod"),
+        "classify": uses("mask_places", "blocks", "segment_q", "classes"),
+        "drop": uses("threshold"),
+    }
+    return {name: (DOUBLES if double else SINGLES)[name].address for name in wanted if wanted[name]}
+
+
+@inlined
+def mix(x):  # type: ignore[no-untyped-def]
+    """`_masks._mix` on one unsigned number."""
+    x = np.uint32(x ^ (x >> np.uint32(16)))
+    x = np.uint32(x * np.uint32(0x7FEB352D))
+    x = np.uint32(x ^ (x >> np.uint32(15)))
+    x = np.uint32(x * np.uint32(0x846CA68B))
+    return np.uint32(x ^ (x >> np.uint32(16)))
+
+
+@inlined
+def keeps(kv_pos, row_a, row_b, threshold):  # type: ignore[no-untyped-def]
+    """`_masks.dropout_keeps` on one unsigned number."""
+    x = np.uint32(np.uint32(kv_pos ^ row_a) * np.uint32(0x7FEB352D))
+    x = np.uint32(x ^ (x >> np.uint32(15)))
+    x = np.uint32(np.uint32(x + row_b) * np.uint32(0x846CA68B))
+    x = np.uint32(x ^ (x >> np.uint32(16)))
+    return np.uint32(x >> np.uint32(8)) >= threshold
+
+
+@inlined
+def low_word(x):  # type: ignore[no-untyped-def]
+    """Low 32 bits of a position."""
+    return np.uint32(x & 0xFFFFFFFF)
+
+
+@inlined
+def drop(kind, address, pair, row, key, keys, row_keys, weights):  # type: ignore[no-untyped-def]
+    """Apply dropout to weights: a tile of keys × queries, or one row where there are no row_keys.
+
+    ``row_keys`` is room for the two keys of each query of a tile.
+    """
+    call = read(address)
+    entry = pair // call.num_heads
+    first = load_uint32(call.head_keys + 8 * pair)
+    second = load_uint32(call.head_keys + 8 * pair + 4)
+    q_pos = load_int64(call.q_start + 8 * entry) + row
+    kv_pos = load_int64(call.kv_start + 8 * entry) + key
+    threshold, scale = np.uint32(call.threshold), number(kind, call.kept_scale)
+    if row_keys == 0:
+        a = mix(np.uint32(first ^ low_word(q_pos)))
+        b = mix(np.uint32(np.uint32(a + np.uint32(0x9E3779B9)) ^ second))
+        line, start = numbers(kind, weights, keys), low_word(kv_pos)
+        for j in range(keys):
+            kept = keeps(np.uint32(start + np.uint32(j)), a, b, threshold)
+            line[j] = line[j] * scale if kept else line[j] * 0
+        return
+    span = NR * lanes(kind)
+    row_a, row_b = words_at(row_keys, span), words_at(row_keys + 4 * span, span)
+    for i in range(span):
+        row_a[i] = mix(np.uint32(first ^ low_word(q_pos + i)))
+        row_b[i] = mix(np.uint32(np.uint32(row_a[i] + np.uint32(0x9E3779B9)) ^ second))
+    for j in range(keys):
+        line, mine = numbers(kind, weights + size(kind) * j * span, span), low_word(kv_pos + j)
+        for i in range(span):
+            kept = keeps(mine, row_a[i], row_b[i], threshold)
+            line[i] = line[i] * scale if kept else line[i] * 0
+
+
+@inlined
+def class_tiles(kind, address, worker, budget):  # type: ignore[no-untyped-def]
+    """Class the tiles of a mask_mod, numbers from the shared counter."""
+    call = read(address)
+    memory = call.scratch + worker * call.scratch_bytes
+    while budget > 0:
+        task = fetch_add(call.counter, 1)
+        if task >= call.num_classes:
+            return 0
+        classify_mod(kind, call, memory, memory + 8 * NR * lanes(kind), task)
+        budget -= BLOCK_KV * NR * lanes(kind) * 8
+    return 1
+
+
+@kernel
+def class_single(call, worker, budget):  # type: ignore[no-untyped-def]
+    """Classes of tiles as float32 has them."""
+    return class_tiles(Single(0), call, worker, budget)
+
+
+@kernel
+def class_double(call, worker, budget):  # type: ignore[no-untyped-def]
+    """Classes of tiles as float64 has them."""
+    return class_tiles(Double(0), call, worker, budget)
+
+
+@kernel
+def adjust_single(address, pair, row, count, key, keys, scores, rows):  # type: ignore[no-untyped-def]
+    """`tile.adjust` on float32."""
+    adjust(Single(0), read(address), pair, row, count, key, keys, scores, rows)
+    return 0
+
+
+@kernel
+def adjust_double(address, pair, row, count, key, keys, scores, rows):  # type: ignore[no-untyped-def]
+    """`tile.adjust` on float64."""
+    adjust(Double(0), read(address), pair, row, count, key, keys, scores, rows)
+    return 0
+
+
+@kernel
+def classify_single(address, pair, row, count, key, keys, target, line):  # type: ignore[no-untyped-def]
+    """`visible.classify` for tiles of float32."""
+    return classify(Single(0), read(address), pair, row, count, key, keys, target, line)
+
+
+@kernel
+def classify_double(address, pair, row, count, key, keys, target, line):  # type: ignore[no-untyped-def]
+    """`visible.classify` for tiles of float64."""
+    return classify(Double(0), read(address), pair, row, count, key, keys, target, line)
+
+
+@kernel
+def drop_single(address, pair, row, key, keys, row_keys, weights, unused):  # type: ignore[no-untyped-def]
+    """Dropout on float32."""
+    drop(Single(0), address, pair, row, key, keys, row_keys, weights)
+    return 0
+
+
+@kernel
+def drop_double(address, pair, row, key, keys, row_keys, weights, unused):  # type: ignore[no-untyped-def]
+    """Dropout on float64."""
+    drop(Double(0), address, pair, row, key, keys, row_keys, weights)
+    return 0
+
+
+SINGLES = {"adjust": adjust_single, "classify": classify_single, "drop": drop_single}
+DOUBLES = {"adjust": adjust_double, "classify": classify_double, "drop": drop_double}
