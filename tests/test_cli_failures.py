@@ -281,7 +281,7 @@ def test_room_is_taken_where_the_system_cannot_reserve_it(tmp_path, monkeypatch)
     ("name", "stats"), [("SIGINT", []), ("SIGINT", ["--stats"]), ("SIGTERM", [])]
 )
 def test_a_signal_leaves_no_file(tmp_path, name, stats):
-    arrays = operands(60_000, 60_000, lead=(), heads=1, kv_heads=1, d_k=64, d_v=64)
+    arrays = operands(150_000, 150_000, lead=(), heads=1, kv_heads=1, d_k=64, d_v=64)
     if stats:  # short work, long statistics
         arrays["query"] = arrays["query"][:, :2000]
     folder = tmp_path / "outputs"

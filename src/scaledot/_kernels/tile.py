@@ -32,7 +32,7 @@ from scaledot._kernels.softmax import soft_cap
 from scaledot._kernels.target import HOST
 
 MR, NR = HOST.mr, HOST.nr
-DEPTH = 128  # products that are summed in one go: longer sums round worse than BLAS does
+DEPTH = 64  # products that are summed in one go: longer sums round worse than BLAS does
 EMPTY, FULL, PARTIAL = 0, 1, 2
 FAILED = -1  # status: a user's function raised
 BLOCK_MASK = 128
