@@ -38,7 +38,7 @@ from scaledot._kernels.pack import (
     load_int64,
     numbers_to_row,
     row_to_numbers,
-    transpose,
+    transpose_scaled,
 )
 from scaledot._kernels.softmax import column_max, pair_weights, raise_max, weigh, weigh_pairs
 from scaledot._kernels.target import HOST
@@ -280,7 +280,8 @@ def attend_tile(kind, call, scratch, pair, key_pair, first_row, rows, tile, met)
 def finish(kind, call, scratch, pair, sub, row, count, odd):  # type: ignore[no-untyped-def]
     """Write O / ℓ and m + log ℓ (algorithm 1, lines 12 and 13) of one block of queries."""
     span, width, lane = NR * lanes(kind), width_of(kind, call), lanes(kind)
-    total = numbers(kind, scratch.row_sum + size(kind) * sub * span, span)
+    address = scratch.row_sum + size(kind) * sub * span
+    total = numbers(kind, address, span)
     top = numbers(kind, scratch.row_max + size(kind) * sub * span, span)
     acc = scratch.acc + size(kind) * sub * width * span
     for i in range(count):
@@ -289,22 +290,25 @@ def finish(kind, call, scratch, pair, sub, row, count, odd):  # type: ignore[no-
             lse = top[i] + math.log(total[i]) if total[i] != 0 else -INF
             numbers(kind, place, 1)[0] = lse
         total[i] = 1 / total[i] if total[i] != 0 else 0
-    for c in range(width):
-        line = numbers(kind, acc + size(kind) * c * span, span)
-        for i in range(span):
-            line[i] *= total[i]
     out = call.out + load_int64(call.out_places + 8 * pair) + row * call.out_row
+    plain = call.out_dtype == (FLOAT64 if size(kind) == 8 else FLOAT32) and not odd
+    plain = plain and call.d_v == width and call.out_row % size(kind) == 0
     for first in range(0, count, lane):
+        factors, direct = address + size(kind) * first, plain and count - first >= lane
+        target = out + first * call.out_row if direct else scratch.rows
+        step = call.out_row // size(kind) if direct else width
         for c in range(0, width, lane):
             square = acc + size(kind) * (c * span + first)
-            transpose(kind, square, span, scratch.rows + size(kind) * c, width)
-        for i in range(min(lane, count - first)):
+            transpose_scaled(kind, square, span, factors, target + size(kind) * c, step)
+        for i in range(0 if direct else min(lane, count - first)):
             line = numbers(kind, scratch.rows + size(kind) * i * width, width)
             if odd:
                 place = size(kind) * (sub * span + first + i) * width
                 line += numbers(kind, scratch.odd_acc + place, width)
-            source, target = scratch.rows + size(kind) * i * width, out + (first + i) * call.out_row
-            numbers_to_row(kind, source, call.d_v, call.out_dtype, target)
+            numbers_to_row(
+                kind, scratch.rows + size(kind) * i * width, call.d_v, call.out_dtype,
+                out + (first + i) * call.out_row,
+            )  # fmt: skip
 
 
 @separate

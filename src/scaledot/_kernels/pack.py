@@ -379,6 +379,23 @@ def transpose(context: Any, kind: Any, source: Any, source_step: Any, target: An
 
 
 @intrinsic
+def transpose_scaled(context: Any, kind: Any, source: Any, source_step: Any, factors: Any,
+                     target: Any, target_step: Any) -> Any:  # fmt: skip
+    """Multiply each row of a square by a vector of ``factors``, and transpose it."""
+    v = vectors(kind)
+
+    def emit(cx: Any, b: Any, sig: Any, args: Any) -> Any:
+        p, by, goal = (simd.pointer(b, args[i], v.scalar) for i in (1, 3, 4))
+        factor = v.load(b, by, I64(0))
+        rows = [b.fmul(v.load(b, p, b.mul(args[2], I64(r))), factor) for r in range(v.lanes)]
+        for r, row in enumerate(simd.transposed(b, rows)):
+            v.store(b, goal, b.mul(args[5], I64(r)), row)
+        return cx.get_dummy_value()
+
+    return types.void(kind, *(types.intp,) * 5), emit
+
+
+@intrinsic
 def transpose_bytes(context: Any, kind: Any, source: Any, source_step: Any, target: Any,
                     target_step: Any) -> Any:  # fmt: skip
     """Transpose a square of lanes × lanes bytes."""
@@ -406,8 +423,20 @@ def fill_panel(  # type: ignore[no-untyped-def]
     depth = (d + 1) // 2 if has_pairs(kind) else d
     wide = -(-max(1, depth) // lanes(kind)) * lanes(kind)
     factor = number(kind, scale)
+    same = code == (FLOAT64 if size(kind) == 8 else FLOAT32) and not has_pairs(kind)
+    if same and stride == size(kind) and row_stride % size(kind) == 0 and wide == d:
+        numbers(kind, rows, lanes(kind))[:] = factor
+    else:
+        same = False
     for first in range(0, columns, lanes(kind)):
         some = min(lanes(kind), max(0, count - first))
+        if same and some == lanes(kind):
+            for i in range(0, wide, lanes(kind)):
+                transpose_scaled(
+                    kind, source + first * row_stride + size(kind) * i, row_stride // size(kind),
+                    rows, target + size(kind) * (i * step + first), step,
+                )  # fmt: skip
+            continue
         fill_rows(
             kind, source + first * row_stride, row_stride, stride, code, some, d, lanes(kind),
             wide, rows,
