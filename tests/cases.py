@@ -428,7 +428,7 @@ OPTIONS: dict[str, list[Setting]] = {
     ),
     "block_mask": settings(
         head=lambda lead, h, q, k, rng: {
-            "block_mask": np.broadcast_to(np.arange(h) != 1, (-(-q // 128), -(-k // 128), h)).T
+            "block_mask": np.broadcast_to(np.arange(h) != 1, (-(-k // 128), -(-q // 128), h)).T
         }
     ),
     "scale": settings(

@@ -38,6 +38,8 @@ class Processor(NamedTuple):
     kinds: tuple[str, ...] = ("Single", "Double")
 
 
+pytestmark = pytest.mark.heavy  # kernels of four targets are compiled
+
 # Each kernel takes seconds to compile: a dtype is left out where another has the same loops.
 PROCESSORS = {
     "avx2": Processor("haswell", AVX2, [r"vfmadd\d+ps\s.*ymm"], "zmm|bf16"),

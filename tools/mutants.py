@@ -146,6 +146,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Plant bugs that the tests must find.")
     parser.add_argument("names", nargs="*", help="mutants to run; none is all")
     parser.add_argument("--list", action="store_true", help="print the mutants and run nothing")
+    parser.add_argument(
+        "--every", type=int, default=1, metavar="N",
+        help="of those in kernels, which are compiled anew, only every Nth",
+    )
     affinity = getattr(os, "sched_getaffinity", None)
     processors = len(affinity(0)) if affinity else os.cpu_count() or 1
     parser.add_argument("--jobs", type=int, default=processors, help="how many at a time")
@@ -156,7 +160,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error(f"names must be mutants, got {', '.join(unknown)}; --list prints them")
     if given.jobs < 1:
         parser.error(f"--jobs must be at least 1, got {given.jobs}")
-    chosen = [known[name] for name in given.names] or list(MUTANTS)
+    if given.every < 1:
+        parser.error(f"--every must be at least 1, got {given.every}")
+    some = (*PACKAGE, *planted_kernels.KERNELS[:: given.every])
+    chosen = [known[name] for name in given.names] or list(some)
     if given.list:
         for mutant in chosen:
             print(f"{mutant.name:32}  {mutant.file:30}  {' '.join(mutant.tests)}")

@@ -360,7 +360,7 @@ def attend_block(kind, call, scratch, pair, first_row):  # type: ignore[no-untyp
 
 @inlined
 def attend(kind, address, worker, budget):  # type: ignore[no-untyped-def]
-    """Take blocks of queries from the shared counter until none is left; causal: longest first."""
+    """Take blocks of queries from the shared counter until none is left."""
     call = read(address)
     scratch = place(kind, call, worker)
     step = subs(call.len_kv) * NR * lanes(kind)
@@ -370,8 +370,9 @@ def attend(kind, address, worker, budget):  # type: ignore[no-untyped-def]
         task = fetch_add(call.counter, 1)
         if task >= num_pairs * blocks:
             return 0
-        row = (blocks - 1 - task // num_pairs) * step
-        scores = attend_block(kind, call, scratch, task % num_pairs, row)
+        # Head after head, so that its keys and values stay near; the longest block first.
+        row = (blocks - 1 - task % blocks) * step
+        scores = attend_block(kind, call, scratch, task // blocks, row)
         budget -= scores * (call.d_k + call.d_v + 1)
     return 1
 
