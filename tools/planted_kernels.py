@@ -128,7 +128,8 @@ KERNELS = (
            f"{ODD_PARTS}[float64-32]"),
     kernel("decode-odd-values-seen-by-all", "decode.py", "BLOCK_KV)[j] != -INF:",
            "BLOCK_KV)[j] != INF:", f"{ODD_PARTS}[float64-5]"),
-    kernel("decode-dropout-of-a-part", "options.py", "line, start = numbers(kind, weights, keys), low_word(kv_pos)",
+    kernel("decode-dropout-of-a-part", "options.py",
+           "line, start = numbers(kind, weights, keys), low_word(kv_pos)",
            "line, start = numbers(kind, weights, keys), low_word(kv_pos % 1024)",
            "decode::dropout_over_several_parts[3]"),
     # Weights

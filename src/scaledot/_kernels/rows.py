@@ -43,7 +43,8 @@ def make_dots(most: int) -> Any:
 
     Scores of ``most`` queries, or of half the lanes, and lanes / queries keys: the products of
     rows of ``depth`` elements, a multiple of the lanes. Each sum is over lanes of partial sums,
-    the same for every number of queries. ``scale`` is applied for `Pairs`, whose queries cannot hold it.
+    the same for every number of queries. ``scale`` is applied for `Pairs`, whose queries cannot
+    hold it.
     """
 
     @intrinsic

@@ -23,6 +23,8 @@ from scaledot._kernels.kinds import (
 from scaledot._kernels.layout import depth_of
 from scaledot._kernels.matmul import make_scores
 from scaledot._kernels.pack import (
+    FLOAT32,
+    FLOAT64,
     load_float64,
     load_int64,
     row_to_numbers,
@@ -195,21 +197,33 @@ def transpose_add(context: Any, kind: Any, source: Any, source_step: Any, scores
 
 @separate
 def add_bias(kind, call, pair, row, count, key, keys, rows, scores):  # type: ignore[no-untyped-def]
-    """Add the bias of ``count`` queries and ``keys`` keys, read in place and transposed."""
+    """Add the bias of ``count`` queries and ``keys`` keys, read in place and turned over."""
     span, lane = NR * lanes(kind), lanes(kind)
     base = call.bias + load_int64(call.bias_places + 8 * pair) + key * call.bias_column
+    same = call.bias_dtype == (FLOAT64 if size(kind) == 8 else FLOAT32)
+    same = same and call.bias_column == size(kind) and call.bias_row % size(kind) == 0
     for first in range(0, count, lane):
+        whole = keys // lane * lane if same and count - first >= lane else 0
+        source = base + (row + first) * call.bias_row
+        for j in range(0, whole, lane):
+            transpose_add(
+                kind, source + size(kind) * j, call.bias_row // size(kind),
+                scores + size(kind) * (j * span + first), span,
+            )  # fmt: skip
+        if whole == keys:
+            continue
         some = 1 if call.bias_row == 0 else min(lane, count - first)
         for r in range(some):
-            source = base + (row + first + r) * call.bias_row
             target = rows + size(kind) * r * BLOCK_KV
-            row_to_numbers(kind, source, call.bias_column, keys, call.bias_dtype, target)
-            numbers(kind, target, BLOCK_KV)[keys:] = 0
+            row_to_numbers(
+                kind, source + r * call.bias_row + whole * call.bias_column, call.bias_column,
+                keys - whole, call.bias_dtype, target,
+            )  # fmt: skip
+            numbers(kind, target, BLOCK_KV)[keys - whole :] = 0
         step = 0 if call.bias_row == 0 else BLOCK_KV
-        for j in range(0, keys, lane):
-            transpose_add(
-                kind, rows + size(kind) * j, step, scores + size(kind) * (j * span + first), span
-            )
+        for j in range(whole, keys, lane):
+            square = scores + size(kind) * (j * span + first)
+            transpose_add(kind, rows + size(kind) * (j - whole), step, square, span)
 
 
 @separate

@@ -85,8 +85,17 @@ def fill_from_mask(kind, call, pair, row, count, key, keys, target):  # type: ig
     base = call.mask + load_int64(call.mask_places + 8 * pair) + key * call.mask_column
     base += row * call.mask_row
     seen = bytes_at(target, (BLOCK_KV + lane) * span)
+    if call.mask_row == 0:  # the same for all queries: often all of a tile
+        shown = 0
+        for j in range(keys):
+            shown += load_byte(base + j * call.mask_column) != 0
+        if shown == 0 or shown == keys:
+            return of_counts(shown, keys)
+        for j in range(keys):
+            bytes_at(target + j * span, span)[:] = load_byte(base + j * call.mask_column)
+        return PARTIAL
     for first in range(0, count, lane):
-        square = call.mask_column == 1 and call.mask_row != 0 and count - first >= lane
+        square = call.mask_column == 1 and count - first >= lane
         j = 0
         while square and j + lane <= keys:
             source = base + first * call.mask_row + j
@@ -171,7 +180,7 @@ def classify(kind, call, pair, row, count, key, keys, target, line):  # type: ig
             return EMPTY
     if by_blocks == FULL and by_segments == FULL and by_mod == FULL and by_mask == FULL:
         return FULL
-    if not call.mask:
+    if by_mask == FULL:  # a mask that shows all may not have written its bytes
         bytes_at(target, keys * span)[:] = 1
     if by_mod == PARTIAL:
         join_mod(call, pair, row, count, key, keys, span, target, line)
