@@ -233,9 +233,9 @@ def load_values(kind, call, scratch, key_pair, tile):  # type: ignore[no-untyped
     count = min(BLOCK_KV, call.len_kv - tile)
     source = call.value + load_int64(call.v_places + 8 * key_pair) + tile * call.v_row
     width = width_of(kind, call)
-    if in_place(kind, call, call.v_row, call.v_column, count) and call.d_v == width:
-        if all_finite(kind, source, call.v_row, count, width):
-            return source, call.v_row // size(kind), 0
+    plain = in_place(kind, call, call.v_row, call.v_column, count) and call.d_v == width
+    if plain and all_finite(kind, source, call.v_row, count, width):
+        return source, call.v_row // size(kind), 0
     odd = fill_values(
         kind, source, call.v_row, call.v_column, call.dtype, count, -(-count // MR) * MR,
         call.d_v, width, scratch.values, scratch.odd, scratch.rows,
