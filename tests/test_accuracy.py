@@ -19,6 +19,8 @@ import textbook
 from compare import EPS, assert_close
 from conftest import Library
 
+pytestmark = pytest.mark.heavy  # twenty seeds of everything
+
 torch = pytest.importorskip("torch")
 
 SEEDS = 20

@@ -113,6 +113,29 @@ class TestTensors:
         self.torch.testing.assert_close(traced(2 * query), expected)
 
 
+@pytest.mark.parametrize(
+    "shown", [[[1]], [[1], [0], [1], [1]], [[1, 0, 1, 1]], [1, 0, 1, 1]], ids=str
+)
+def test_a_block_mask_broadcasts_over_blocks(rng, shown):
+    query, key, value = arrays(rng, 400, 400, 16)
+    given = {"block_mask": np.array(shown, dtype=bool)}
+    blocks = np.broadcast_to(given["block_mask"], (2, 4, 4))
+    whole = {"block_mask": np.ascontiguousarray(blocks)}
+    for name, operands in (("attention", (query, key, value)), ("attention_weights", (query, key))):
+        function = getattr(sd, name)
+        rows = {"rows": [0, 200, 399]} if name == "attention_weights" else {}
+        got, expected = (function(*operands, **x, **rows, impl="kernels") for x in (given, whole))
+        assert got.tobytes() == expected.tobytes()
+
+
+def test_weights_of_excluded_keys_are_0_beside_nan(rng, impl):
+    query, key, _ = arrays(rng, 20, 30)
+    query[0, 3] = np.nan
+    weights = sd.attention_weights(query, key, kv_len=25, impl=impl)
+    assert np.isnan(weights[0, 3, :25]).all()
+    assert (weights[..., 25:] == 0).all()
+
+
 INTERRUPTED = """
 import sys, threading, numpy as np, scaledot as sd
 sd.set_num_threads(2)
@@ -146,3 +169,65 @@ def test_ctrl_c_however_often(count):
     # A later signal may arrive when the first has been dealt with: that is Ctrl-C, not a crash.
     assert process.returncode in ((0,) if count == 1 else (0, 1, -signal.SIGINT)), errors
     assert "Segmentation" not in errors
+
+
+COLD = """
+import os, signal, sys, threading, time, warnings, numpy as np, scaledot as sd
+signal.alarm(100)  # what hangs ends by a signal
+x = np.ones((1, 64, 8), "f")
+
+
+def call():
+    return sd.attention(x, x, x, impl="kernels")
+
+"""
+COLD_STARTS = {
+    "fork": """
+thread = threading.Thread(target=call)
+thread.start()
+time.sleep(1.5)
+child = os.fork()
+good = (call() == 1).all()
+if child == 0:
+    os._exit(0 if good else 3)
+thread.join()
+sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) or (0 if good else 4))
+""",
+    "Ctrl-C": """
+signal.signal(signal.SIGINT, signal.default_int_handler)
+threading.Timer(float(sys.argv[1]), signal.raise_signal, [signal.SIGINT]).start()
+try:
+    call()
+    time.sleep(30)
+except KeyboardInterrupt:
+    sys.exit(0 if (call() == 1).all() else 3)
+""",
+    "warning": """
+warnings.simplefilter("error")
+os.environ["SCALEDOT_CACHE_DIR"] = "/dev/null/nowhere"
+for _ in range(3):  # one warning for the process, in whichever kernel is first
+    try:
+        assert (call() == 1).all()
+    except RuntimeWarning:
+        continue
+    break
+else:
+    sys.exit(3)
+""",
+}
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="signals and forks of POSIX")
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+@pytest.mark.parametrize(
+    ("name", "delay"), [("fork", 0), ("Ctrl-C", 0.3), ("Ctrl-C", 1.5), ("warning", 0)]
+)
+def test_the_first_call_disturbed(tmp_path, name, delay):
+    """While kernels are compiled, with none on disk."""
+    source = str(Path(sd.__file__).parents[1])
+    environment = {**os.environ, "PYTHONPATH": source, "SCALEDOT_CACHE_DIR": str(tmp_path)}
+    done = subprocess.run(
+        [sys.executable, "-c", COLD + COLD_STARTS[name], str(delay)], env=environment,
+        stderr=subprocess.PIPE, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr

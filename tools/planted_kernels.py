@@ -104,7 +104,7 @@ KERNELS = (
     kernel("odd-values-of-last-tile", "forward.py", "if odd and met == 0:", "if odd:",
            f"{ODD}[mask-float64-5]"),
     kernel("odd-values-in-place", "forward.py",
-           "if all_finite(kind, source, call.v_row, count, width):", "if True:",
+           "if plain and all_finite(kind, source, call.v_row, count, width):", "if plain:",
            f"{ODD}[mask-float64-16]"),
     # Decode
     kernel("part-without-its-last-tile", "decode.py", "min(call.len_kv, (part + 1) * length)",

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib
 import math
 import os
 import sys
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import fields
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
-from scaledot import _arrays, _blockwise, _reference
+from scaledot import _arrays, _blockwise, _reference, _threads
 from scaledot._errors import value_error
 from scaledot._spec import Problem, complete
 from scaledot._state import State
@@ -58,8 +59,7 @@ def run(problem: Problem, *, rounded: bool = False, name: Name | None = None) ->
         return _reference.dense(complete(problem))
     if implementation == "blockwise":
         return _blockwise.blockwise(complete(problem))
-    from scaledot._bridges import cpu  # loads Numba
-
+    cpu = _bridge()
     here = cpu.on_host(problem)
     try:
         call = functools.partial(cpu.run, cpu.prepare(here, rounded=rounded))
@@ -157,8 +157,7 @@ def weights(problem: Problem) -> Array:
         return _reference.dense_weights(complete(problem))
     if name == "blockwise":
         return _blockwise.blockwise_weights(complete(problem))
-    from scaledot._bridges import cpu
-
+    cpu = _bridge()
     try:
         return cpu.weigh(problem)
     except cpu.ModError:
@@ -171,9 +170,7 @@ def tiles(problem: Problem) -> _blockwise.Tiles:
     """Work and memory of the chosen implementation."""
     name, _ = choose(problem)
     if name == "kernels":
-        from scaledot._bridges import cpu
-
-        return cpu.tiles(problem)
+        return cast(_blockwise.Tiles, _bridge().tiles(problem))
     return _blockwise.tiles(complete(problem), in_blocks=name == "blockwise")
 
 
@@ -209,9 +206,7 @@ def _mod_obstacle(problem: Problem) -> str:
     """Why a user's function cannot be compiled."""
     if problem.score_mod is None and problem.mask_mod is None:
         return ""
-    from scaledot._bridges import cpu
-
-    return cpu.mod_obstacle(problem)
+    return str(_bridge().mod_obstacle(problem))
 
 
 def _torch_obstacle(given: list[Array]) -> str:
@@ -250,3 +245,12 @@ def _jax_obstacle(given: list[Array]) -> str:
     if any(len(x.devices()) > 1 for x in given):
         return "an array is spread over several devices"
     return ""
+
+
+def _bridge() -> Any:
+    """What runs kernels; the first time, Numba is imported."""
+    if "scaledot._bridges.cpu" not in sys.modules:
+        _threads.undisturbed(functools.partial(importlib.import_module, "scaledot._bridges.cpu"))
+    from scaledot._bridges import cpu
+
+    return cpu

@@ -1,9 +1,11 @@
-"""How many threads scaledot's own work uses."""
+"""How many threads scaledot's own work uses, and work that signals do not reach."""
 
 from __future__ import annotations
 
 import operator
 import os
+import threading
+from collections.abc import Callable
 
 from scaledot._errors import type_error, value_error
 
@@ -88,3 +90,28 @@ def get_num_threads() -> int:
     True
     """
     return _default() if _num_threads is None else _num_threads
+
+
+def undisturbed(work: Callable[[], object]) -> None:
+    """Run work on a thread of its own while the caller waits: Ctrl-C does not reach it.
+
+    Numba, interrupted while it is imported or compiles, can be left unable to compile again. The
+    caller is interrupted at once, and what was begun is finished behind it.
+    """
+    failed: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            work()
+        except BaseException as error:
+            failed.append(error)
+
+    thread = threading.Thread(target=run, name="scaledot", daemon=True)
+    try:
+        thread.start()
+    except RuntimeError:  # no more threads, or Python is ending
+        work()
+        return
+    thread.join()
+    if failed:
+        raise failed[0]

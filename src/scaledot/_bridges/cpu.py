@@ -285,9 +285,8 @@ def _fields(problem: Problem, out: Memory) -> dict[str, Any]:
     """Describe the problem to the kernel: all but addresses of arrays made for it."""
     spec, terms = problem.spec, problem.terms
     query, key, value = (memory(x) for x in (problem.query, problem.key, problem.value))
-    blocks = problem.block_mask
     known: dict[str, Any] = {
-        "first_row": _first_row(problem), "block_rows": 0 if blocks is None else blocks.shape[-2],
+        "first_row": _first_row(problem), "block_rows": _block_rows(problem),
         "num_entries": math.prod(spec.lead), "num_heads": spec.num_heads,
         "group_size": spec.group_size, "len_q": spec.len_q, "len_kv": spec.len_kv,
         "d_k": spec.d_k, "d_v": spec.d_v, "dtype": query.dtype, "out_dtype": out.dtype,
@@ -404,9 +403,18 @@ def _head_keys(problem: Problem) -> Any:
 
 
 def _blocks(problem: Problem, heads: tuple[int, ...]) -> Any:
-    """Block mask of each pair."""
+    """Block mask of each pair, an entry for each block."""
     blocks = np.asarray(_arrays.host(problem.block_mask))
-    return np.broadcast_to(blocks, (*heads, *blocks.shape[-2:]))
+    columns = -(-problem.spec.len_kv // BLOCK_KV)
+    return np.broadcast_to(blocks, (*heads, _block_rows(problem), columns))
+
+
+def _block_rows(problem: Problem) -> int:
+    """Rows of blocks: those of the whole call, of which the queries may be a part."""
+    if problem.block_mask is None:
+        return 0
+    given = int(problem.block_mask.shape[-2])
+    return given if given > 1 else -(-(_first_row(problem) + problem.spec.len_q) // BLOCK_KV)
 
 
 def tiles(problem: Problem) -> Tiles:

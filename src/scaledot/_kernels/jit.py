@@ -24,6 +24,7 @@ from numba.core.compiler_lock import global_compiler_lock
 from numba.core.runtime.nrt import rtsys
 
 from scaledot._kernels.target import HOST
+from scaledot._threads import undisturbed
 
 VARIABLE = "SCALEDOT_CACHE_DIR"
 
@@ -115,6 +116,14 @@ def _no_collection() -> Iterator[None]:
             gc.enable()
 
 
+# A child that is forked in the midst of a compilation would wait for ever for its end.
+if hasattr(os, "register_at_fork"):
+    for lock in (global_compiler_lock, _lock):  # taken in the other order
+        os.register_at_fork(
+            before=lock.acquire, after_in_parent=lock.release, after_in_child=lock.release
+        )
+
+
 class Kernel:
     """A function of int64 that returns int64, compiled at its first use.
 
@@ -133,10 +142,15 @@ class Kernel:
     def address(self) -> int:
         """Address of the native function; compiles or loads it."""
         if not self._address:
-            with _lock:
-                if not self._address:
-                    self._address = self._loaded() or self._compiled()
+            undisturbed(self._prepare)
         return self._address
+
+    def _prepare(self) -> None:
+        with _lock:
+            if not self._address:
+                self._address = self._loaded()
+            if not self._address:
+                self._compile()
 
     def _file(self) -> Path:
         return _cache_folder() / f"{self.name}.bin"
@@ -156,12 +170,11 @@ class Kernel:
         self._library = context.codegen().unserialize_library(state)
         return int(self._library.get_pointer_to_function(symbol))
 
-    def _compiled(self) -> int:
+    def _compile(self) -> None:
         with global_compiler_lock, _pieces_as_they_are(self.function.__name__), _no_collection():
             compiled: Any = numba.cfunc(self.signature, error_model="numpy")(self.function)
-        self._library = compiled._library
+        self._library, self._address = compiled._library, int(compiled.address)
         self._save(compiled._wrapper_name)
-        return int(compiled.address)
 
     def _save(self, symbol: str) -> None:
         content = pickle.dumps((symbol, self._library.serialize_using_object_code()))

@@ -13,6 +13,7 @@ when the user's function raised, else 0.
 
 from __future__ import annotations
 
+import os
 import re
 import threading
 import weakref
@@ -154,6 +155,18 @@ class _Program:
 _programs: OrderedDict[Any, _Program] = OrderedDict()
 _variants: OrderedDict[Any, int] = OrderedDict()  # programs compiled of one definition
 _lock = threading.Lock()
+
+
+def _after_fork() -> None:
+    """Let go, in a child, of what threads held that it has not."""
+    global _lock
+    _lock = threading.Lock()
+    for program in _programs.values():
+        program.lock = threading.Lock()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)
 
 
 def _compiled(name: str, function: Callable[..., Any], precision: str) -> Mod:

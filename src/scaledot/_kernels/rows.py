@@ -208,15 +208,20 @@ def row_max(context: Any, kind: Any, scores: Any, count: Any) -> Any:
 
 @intrinsic
 def row_weigh(context: Any, kind: Any, scores: Any, count: Any, top: Any) -> Any:
-    """Turn ``count`` scores into weights ``exp(score - top)`` in place; return their sum."""
+    """Turn ``count`` scores into weights ``exp(score - top)`` in place; return their sum.
+
+    Those that are excluded become -0, which no weight is, also where ``top`` is nan.
+    """
     v = vectors(kind)
 
     def emit(cx: Any, b: Any, sig: Any, args: Any) -> Any:
         p, m = simd.pointer(b, args[1], v.scalar), v.splat(b, args[3])
 
         def body(i: Any, sums: list[Any]) -> list[Any]:
-            x = b.fmul(b.fsub(v.load(b, p, i), m), v.const(LOG2E))
-            w = v.exp2(b, x)
+            score = v.load(b, p, i)
+            w = v.exp2(b, b.fmul(b.fsub(score, m), v.const(LOG2E)))
+            hidden = b.fcmp_ordered("==", score, v.const(float("-inf")))
+            w = b.select(hidden, v.const(-0.0), w)
             v.store(b, p, i, w)
             return [b.fadd(sums[0], w)]
 
@@ -251,16 +256,23 @@ def row_pairs(context: Any, kind: Any, weights: Any, count: Any, pairs: Any) -> 
 
 @intrinsic
 def row_normalize(context: Any, kind: Any, row: Any, count: Any, factor: Any) -> Any:
-    """Multiply ``count`` weights (a multiple of the lanes) in place; subnormal ones become 0."""
+    """Multiply ``count`` weights (a multiple of the lanes) in place.
+
+    Subnormal ones become 0, and so do those that are excluded, whatever the factor is.
+    """
     v = vectors(kind)
 
     def emit(cx: Any, b: Any, sig: Any, args: Any) -> Any:
         p, s = simd.pointer(b, args[1], v.scalar), v.splat(b, args[3])
         smallest = v.const(float(np.finfo(v.dtype).smallest_normal))
+        sign = -(1 << (8 * v.size - 1))  # bits of -0
 
         def body(i: Any, carried: list[Any]) -> list[Any]:
-            x = b.fmul(v.load(b, p, i), s)
-            v.store(b, p, i, b.select(b.fcmp_ordered("<", x, smallest), v.const(0.0), x))
+            w = v.load(b, p, i)
+            hidden = b.icmp_unsigned("==", b.bitcast(w, v.integers), v.iconst(sign))
+            x = b.fmul(w, s)
+            x = b.select(b.fcmp_ordered("<", x, smallest), v.const(0.0), x)
+            v.store(b, p, i, b.select(hidden, v.const(0.0), x))
             return []
 
         simd.loop(b, args[2], v.lanes, [], body)
