@@ -160,7 +160,7 @@ def compiled(function):
             pass
 
     fresh = Unkept(function)
-    fresh._compiled()
+    fresh._compile()
     return fresh._library
 
 
