@@ -113,6 +113,17 @@ class TestTensors:
         self.torch.testing.assert_close(traced(2 * query), expected)
 
 
+@pytest.mark.parametrize("len_q", [3, 20])
+def test_products_are_scaled_not_factors(rng, len_q):
+    """Queries times this scale are beyond float32, the scores are not."""
+    query, key, value = arrays(rng, len_q)
+    query, key = query * np.float32(1e20), key * np.float32(1e-20)
+    got = sd.attention(query, key, value, scale=1e19, impl="kernels")
+    assert np.isfinite(got).all()
+    big = sd.attention_weights(query, key, scale=1e19, impl="kernels")
+    assert np.isfinite(big).all()
+
+
 @pytest.mark.parametrize(
     "shown", [[[1]], [[1], [0], [1], [1]], [[1, 0, 1, 1]], [1, 0, 1, 1]], ids=str
 )

@@ -79,7 +79,7 @@ def few(lane: int) -> int:
 
 @separate
 def load_queries(kind, call, room, key_pair):  # type: ignore[no-untyped-def]
-    """Queries of all heads that share a key head, scaled, rows padded with zeros."""
+    """Queries of all heads that share a key head, rows padded with zeros."""
     heads, group = call.num_heads, call.group_size
     entry, key_head = key_pair // (heads // group), key_pair % (heads // group)
     depth = padded(kind, call.d_k)
@@ -93,11 +93,7 @@ def load_queries(kind, call, room, key_pair):  # type: ignore[no-untyped-def]
         else:
             target = room.q + size(kind) * r * depth
             row_to_numbers(kind, source, call.q_column, call.d_k, call.dtype, target)
-            row = numbers(kind, target, depth)
-            row[call.d_k :] = 0
-            factor = number(kind, call.scale)
-            for i in range(depth):
-                row[i] *= factor
+            numbers(kind, target, depth)[call.d_k :] = 0
 
 
 @separate

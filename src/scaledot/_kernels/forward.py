@@ -313,7 +313,7 @@ def finish(kind, call, scratch, pair, sub, row, count, odd):  # type: ignore[no-
 
 @separate
 def start_queries(kind, call, scratch, pair, first_row, rows):  # type: ignore[no-untyped-def]
-    """Load queries, scaled and turned over."""
+    """Load queries, turned over."""
     span = NR * lanes(kind)
     wide = -(-depth_of(kind, call) // lanes(kind)) * lanes(kind)
     for sub in range(-(-rows // span)):
@@ -321,7 +321,7 @@ def start_queries(kind, call, scratch, pair, first_row, rows):  # type: ignore[n
         source = call.query + load_int64(call.q_places + 8 * pair)
         source += (first_row + sub * span) * call.q_row
         fill_panel(
-            kind, source, call.q_row, call.q_column, call.dtype, count, call.d_k, call.scale,
+            kind, source, call.q_row, call.q_column, call.dtype, count, call.d_k,
             -(-count // lanes(kind)) * lanes(kind), span, scratch.rows,
             scratch.panels + size(kind) * sub * wide * span,
         )  # fmt: skip

@@ -18,7 +18,7 @@ class Scratch(NamedTuple):
     `span` queries, HOST.nr vectors, are done at a time; SUBS such blocks share a tile.
     """
 
-    panels: int  # (SUBS, depth, span): queries, scaled
+    panels: int  # (SUBS, depth, span): queries
     acc: int  # (SUBS, width, span): the papers' O, transposed
     row_max: int  # (SUBS, span): m
     row_sum: int  # (SUBS, span): ℓ

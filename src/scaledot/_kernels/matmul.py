@@ -55,9 +55,9 @@ def _sums(
 def make_scores(nr: int, *, add: bool, last: bool) -> Any:
     """Build ``scores(kind, a, lda, step, b, ldb, depth, c, ldc, top, scale)``: C (+)= A·B.
 
-    A[r, i] is ``a[r * lda + i * step]``. With ``last``, C is multiplied by ``scale`` (only where
-    pairs are multiplied, whose factors cannot hold it) and ``top[nr vectors]`` is raised to the
-    columns' maxima, both while C is still in registers.
+    A[r, i] is ``a[r * lda + i * step]``. With ``last``, C is multiplied by ``scale`` and
+    ``top[nr vectors]`` is raised to the columns' maxima, both while C is still in registers.
+    Factors that were scaled before would be rounded once more, or overflow.
     """
 
     @intrinsic
@@ -70,7 +70,7 @@ def make_scores(nr: int, *, add: bool, last: bool) -> Any:
             sums = _sums(bd, v, HOST.mr, nr, pairs, *args[:6])
             pc, pt = (simd.pointer(bd, args[i], v.scalar) for i in (6, 8))
             tops = [v.load(bd, pt, I64(v.lanes * n)) for n in range(nr)] if last else []
-            factor = v.splat(bd, args[9]) if last and pairs else None
+            factor = v.splat(bd, args[9]) if last else None
             for r in range(HOST.mr):
                 row = bd.gep(pc, [bd.mul(args[7], I64(r))])
                 for n in range(nr):

@@ -22,7 +22,6 @@ from scaledot._kernels.kinds import (
     is_pairs,
     lanes,
     longs_at,
-    number,
     numbers,
     read_half,
     size,
@@ -412,42 +411,23 @@ def transpose_bytes(context: Any, kind: Any, source: Any, source_step: Any, targ
 
 
 @separate
-def fill_panel(  # type: ignore[no-untyped-def]
-    kind, source, row_stride, stride, code, count, d, scale, columns, step, rows, target
-):
-    """Queries (count, d), times scale, to a panel ``target`` (depth, step) of columns.
+def fill_panel(kind, source, row_stride, stride, code, count, d, columns, step, rows, target):  # type: ignore[no-untyped-def]
+    """Queries (count, d) to a panel ``target`` (depth, step) of columns.
 
-    ``rows`` is room for lanes rows of queries, each of full vectors. `Pairs` are not scaled:
-    what is multiplied is bfloat16 as given, and the sum is scaled.
+    ``rows`` is room for lanes rows of queries, each of full vectors.
     """
     depth = (d + 1) // 2 if has_pairs(kind) else d
     wide = -(-max(1, depth) // lanes(kind)) * lanes(kind)
-    factor = number(kind, scale)
     same = code == (FLOAT64 if size(kind) == 8 else FLOAT32) and not has_pairs(kind)
-    if same and stride == size(kind) and row_stride % size(kind) == 0 and wide == d:
-        numbers(kind, rows, lanes(kind))[:] = factor
-    else:
-        same = False
+    same = same and stride == size(kind) and row_stride % size(kind) == 0 and wide == d
     for first in range(0, columns, lanes(kind)):
         some = min(lanes(kind), max(0, count - first))
-        if same and some == lanes(kind):
-            for i in range(0, wide, lanes(kind)):
-                transpose_scaled(
-                    kind, source + first * row_stride + size(kind) * i, row_stride // size(kind),
-                    rows, target + size(kind) * (i * step + first), step,
-                )  # fmt: skip
-            continue
-        fill_rows(
-            kind, source + first * row_stride, row_stride, stride, code, some, d, lanes(kind),
-            wide, rows,
-        )  # fmt: skip
-        if not has_pairs(kind):
-            given = numbers(kind, rows, lanes(kind) * wide)
-            for i in range(lanes(kind) * wide):
-                given[i] *= factor
-        for i in range(0, wide, lanes(kind)):
-            transpose(
-                kind, rows + size(kind) * i, wide, target + size(kind) * (i * step + first), step
+        given, given_step = source + first * row_stride, row_stride // size(kind)
+        if not same or some < lanes(kind):
+            fill_rows(
+                kind, given, row_stride, stride, code, some, d, lanes(kind), wide, rows
             )
-
-
+            given, given_step = rows, wide
+        for i in range(0, wide, lanes(kind)):
+            place = target + size(kind) * (i * step + first)
+            transpose(kind, given + size(kind) * i, given_step, place, step)

@@ -43,8 +43,7 @@ def make_dots(most: int) -> Any:
 
     Scores of ``most`` queries, or of half the lanes, and lanes / queries keys: the products of
     rows of ``depth`` elements, a multiple of the lanes. Each sum is over lanes of partial sums,
-    the same for every number of queries. ``scale`` is applied for `Pairs`, whose queries cannot
-    hold it.
+    the same for every number of queries, and is scaled at the end.
     """
 
     @intrinsic
@@ -83,8 +82,7 @@ def make_dots(most: int) -> Any:
             by_key = [row(line) for line in lines]
             sums = [by_key[j][r] for r in range(queries) for j in range(keys)]
             total = _folded(b, v, sums)
-            if pairs:
-                total = b.fmul(total, v.splat(b, args[8]))
+            total = b.fmul(total, v.splat(b, args[8]))
             goal = simd.pointer(b, args[6], v.scalar)
             for r in range(queries):
                 order = ir.Constant(ir.VectorType(I32, keys), [r * keys + j for j in range(keys)])
