@@ -60,6 +60,7 @@ from scaledot._kernels.tile import (
     EMPTY,
     PARTIAL,
     adjusts,
+    class_of_tile,
     clip,
     end_key,
     first_key,
@@ -190,16 +191,13 @@ def apply_options(kind, call, room, pair, rows, tile, low, high):  # type: ignor
     span, lane = NR * lanes(kind), lanes(kind)
     first, last = low // lane * lane, -(-high // lane) * lane
     scores = room.scores + size(kind) * rows * BLOCK_KV
-    seen = 1
-    if hides(call):
-        seen = ask(
-            call.classify, call.address, pair, 0, call.len_q, tile + low, high - low, room.seen,
-            room.line,
-        )  # fmt: skip
-        if seen == EMPTY:
-            for r in range(call.len_q):
-                numbers(kind, scores + size(kind) * r * BLOCK_KV, BLOCK_KV)[:] = -INF
-            return
+    seen = class_of_tile(
+        call, pair, 0, call.len_q, tile + low, high - low, room.seen, room.line
+    )
+    if seen == EMPTY:
+        for r in range(call.len_q):
+            numbers(kind, scores + size(kind) * r * BLOCK_KV, BLOCK_KV)[:] = -INF
+        return
     if seen != PARTIAL and not adjusts(call):
         return
     for j in range(first, last, lane):  # rows beyond the last hold what is there: any numbers

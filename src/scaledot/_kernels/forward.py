@@ -47,12 +47,12 @@ from scaledot._kernels.tile import (
     NO_LIMIT,
     PARTIAL,
     adjusts,
+    class_of_tile,
     clip,
     end_key,
     first_key,
     hide_outside,
     hide_unseen,
-    hides,
     multiply,
 )
 
@@ -255,14 +255,11 @@ def attend_tile(kind, call, scratch, pair, key_pair, first_row, rows, tile, met)
         high = clip(end_key(call, entry, row + count - 1) - tile, 0, BLOCK_KV)
         if low >= high:
             continue
-        seen = 1
-        if hides(call):
-            seen = ask(
-                call.classify, call.address, pair, row, count, tile + low, high - low,
-                scratch.seen, scratch.row_keys,
-            )  # fmt: skip
-            if seen == EMPTY:
-                continue
+        seen = class_of_tile(
+            call, pair, row, count, tile + low, high - low, scratch.seen, scratch.row_keys
+        )
+        if seen == EMPTY:
+            continue
         if not loaded:
             keys, k_step = load_keys(kind, call, key_pair, tile, scratch.keys)
             values, v_step, odd = load_values(kind, call, scratch, key_pair, tile)

@@ -33,7 +33,6 @@ class Scratch(NamedTuple):
     rows: int  # (lanes, widest row), and two rows of values for Pairs
     seen: int  # bytes (BLOCK_KV + lanes, span)
     row_keys: int  # uint32 (2, span): of the dropout hash
-    ids: int  # int64 (span,): segments of the queries
 
 
 def scratch_sizes(
@@ -50,7 +49,7 @@ def scratch_sizes(
         number * BLOCK_KV * width, BLOCK_KV, number * (BLOCK_KV + lane) * span,
         4 * BLOCK_KV // 2 * span,
         number * span, number * span, number * lane * wide,
-        (BLOCK_KV + lane) * span, 8 * span, 8 * span,
+        (BLOCK_KV + lane) * span, 8 * span,
     )  # fmt: skip
 
 
@@ -85,10 +84,9 @@ def place(kind, call, worker):  # type: ignore[no-untyped-def]
     factor = top + up(sizes[10])
     rows = factor + up(sizes[11])
     seen = rows + up(sizes[12])
-    row_keys = seen + up(sizes[13])
     return Scratch(
         panels, acc, row_max, row_sum, odd_acc, keys, values, odd, scores, pairs, top, factor,
-        rows, seen, row_keys, row_keys + up(sizes[14]),
+        rows, seen, seen + up(sizes[13]),
     )  # fmt: skip
 
 

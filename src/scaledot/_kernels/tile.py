@@ -9,6 +9,7 @@ from llvmlite import ir
 from numba.core import types
 
 from scaledot._kernels import simd
+from scaledot._kernels.call import ask
 from scaledot._kernels.jit import inlined, intrinsic, separate
 from scaledot._kernels.kinds import (
     BLOCK_KV,
@@ -291,3 +292,11 @@ def adjusts(call):  # type: ignore[no-untyped-def]
 def hides(call):  # type: ignore[no-untyped-def]
     """Whether keys are hidden by more than positions and lengths."""
     return (call.mask | call.blocks | call.segment_q | call.classes) != 0
+
+
+@inlined
+def class_of_tile(call, pair, row, count, key, keys, seen, line):  # type: ignore[no-untyped-def]
+    """Class of a tile; ``seen`` is filled where it is partial."""
+    if not hides(call):
+        return FULL
+    return ask(call.classify, call.address, pair, row, count, key, keys, seen, line)

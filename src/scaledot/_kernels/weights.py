@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from scaledot._kernels.call import ask, read
+from scaledot._kernels.call import read
 from scaledot._kernels.forward import load_keys, score_tile, start_queries
 from scaledot._kernels.jit import inlined, kernel, separate
 from scaledot._kernels.kinds import BLOCK_KV, Double, Pairs, Single, lanes, number, numbers, size
@@ -12,7 +12,7 @@ from scaledot._kernels.layout import place
 from scaledot._kernels.pack import fetch_add, load_float64, load_int64, transpose
 from scaledot._kernels.rows import row_max, row_normalize, row_weigh
 from scaledot._kernels.target import HOST
-from scaledot._kernels.tile import EMPTY, clip, end_key, first_key, hides
+from scaledot._kernels.tile import EMPTY, class_of_tile, clip, end_key, first_key
 
 MR, NR = HOST.mr, HOST.nr
 INF = math.inf
@@ -26,12 +26,9 @@ def scores_of_tile(kind, call, scratch, pair, key_pair, row, count, tile):  # ty
     high = clip(end_key(call, entry, row + count - 1) - tile, 0, BLOCK_KV)
     keys, seen = min(BLOCK_KV, call.len_kv - tile), EMPTY
     if low < high:
-        seen = 1
-        if hides(call):
-            seen = ask(
-                call.classify, call.address, pair, row, count, tile + low, high - low,
-                scratch.seen, scratch.row_keys,
-            )  # fmt: skip
+        seen = class_of_tile(
+            call, pair, row, count, tile + low, high - low, scratch.seen, scratch.row_keys
+        )
     out = call.out + load_int64(call.out_places + 8 * pair) + row * call.out_row
     if seen == EMPTY:
         for i in range(count):
