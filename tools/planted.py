@@ -48,14 +48,14 @@ PACKAGE = (
     by_case(
         "softcap-after-bias", "_reference.py",
         """\
-        before = _scores.logit(scores, spec.scale, spec.softcap, None, None, None, xp.tanh)
-        bias = _finite_bias(xp, terms.bias, seen, dtype)
-        scores = _scores.logit(before, 1.0, None, bias, terms.slopes, distance, xp.tanh)
+    before = _scores.logit(scores, spec.scale, spec.softcap, None, None, None, xp.tanh)
+    bias = _finite_bias(xp, terms.bias, seen, scores.dtype)
+    scores = _scores.logit(before, 1.0, None, bias, terms.slopes, distance, xp.tanh)
 """,
         """\
-        before = _scores.logit(scores, spec.scale, None, None, None, None, xp.tanh)
-        before = before + _finite_bias(xp, terms.bias, seen, dtype)
-        scores = _scores.logit(before, 1.0, spec.softcap, None, terms.slopes, distance, xp.tanh)
+    before = _scores.logit(scores, spec.scale, None, None, None, None, xp.tanh)
+    before = before + _finite_bias(xp, terms.bias, seen, scores.dtype)
+    scores = _scores.logit(before, 1.0, spec.softcap, None, terms.slopes, distance, xp.tanh)
 """,
         "dense-bias_softcap_sinks_segments",
     ),
@@ -76,8 +76,8 @@ PACKAGE = (
     ),
     by_case(
         "sum-of-finite-terms-excludes", "_reference.py",
-        "scores = xp.where(fell, lowest, scores)",
-        "pass", "dense-bias_falls",
+        "return xp.where(fell, xp.full_like(scores[..., :1], xp.finfo(scores.dtype).min), scores)",
+        "return scores", "dense-bias_falls",
     ),
     # Which keys are seen
     by_case(
@@ -161,7 +161,7 @@ PACKAGE = (
     ),
     in_package(
         "nan-leaks-from-values", "_reference.py",
-        "if not _not_finite(xp, v):",
+        "if not not_finite(xp, v):",
         "if True:", "poison::hidden_keys_cannot_matter[dense-with_mask]",
     ),
     in_package(
@@ -211,11 +211,11 @@ PACKAGE = (
     ),
     in_package(
         "sinks-in-every-tile", "_blockwise.py",
-        "return functools.reduce(lambda a, b: merged(xp, a, b), parts)",
+        "return functools.reduce(lambda a, b: merged(xp, a, b), states)",
         "if problem.sinks is not None:\n"
         "        from scaledot._reference import keyless\n"
-        "        parts = (merged(xp, part, keyless(xp, problem)) for part in parts)\n"
-        "    return functools.reduce(lambda a, b: merged(xp, a, b), parts)",
+        "        states = (merged(xp, state, keyless(xp, problem)) for state in states)\n"
+        "    return functools.reduce(lambda a, b: merged(xp, a, b), states)",
         "determinism::blocks_against_dense[blockwise-mask, bias, sinks]",
     ),
     in_package(
@@ -252,10 +252,9 @@ PACKAGE = (
     ),
     in_package(
         "query-scaled-in-place", "_reference.py",
-        "scores = _products(xp, problem, dtype)",
-        "problem.query[...] = problem.query * spec.scale\n"
-        "    spec = replace(spec, scale=1.0)\n"
-        "    scores = _products(xp, problem, dtype)",
+        "scores = _products(xp, problem, accumulation(problem.query, problem.spec))",
+        "problem.query[...] = problem.query * problem.spec.scale\n"
+        "    scores = _products(xp, problem, accumulation(problem.query, problem.spec))",
         "attention::named_case[numpy-readonly-dense-plain]",
     ),
     # Tiles

@@ -7,6 +7,7 @@ from scaledot._attention import (
     scaled_dot_product_attention,
 )
 from scaledot._chunks import Chunk, attend_chunks
+from scaledot._derivatives import Grads
 from scaledot._explain import Plan, explain
 from scaledot._family import (
     additive_attention,
@@ -15,6 +16,7 @@ from scaledot._family import (
     multiplicative_attention,
     retrieve,
 )
+from scaledot._gradients import attention_jvp, attention_vjp
 from scaledot._state import State, merge
 from scaledot._threads import get_num_threads, set_num_threads
 from scaledot._varlen import varlen_attention
@@ -23,13 +25,16 @@ __version__ = "0.1.0"
 
 __all__ = [
     "Chunk",
+    "Grads",
     "Plan",
     "State",
     "additive_attention",
     "additive_attention_state",
     "attend_chunks",
     "attention",
+    "attention_jvp",
     "attention_state",
+    "attention_vjp",
     "attention_weights",
     "explain",
     "get_num_threads",

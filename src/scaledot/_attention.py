@@ -76,7 +76,8 @@ def attention(
         One more term ``exp(sink)`` in the denominator of each row, with no value.
     score_mod : callable, optional
         ``score_mod(score, batch, head, q_pos, kv_pos) -> score``, after bias and ALiBi. Arguments
-        are arrays that broadcast; ``batch`` numbers the flattened leading axes.
+        are arrays that broadcast; ``batch`` numbers the flattened leading axes. A pair ``(f, df)``
+        brings its derivative by the score along, for gradients.
     mask_mod : callable, optional
         ``mask_mod(batch, head, q_pos, kv_pos) -> bool``, True = may be seen.
     block_mask : boolean array, optional

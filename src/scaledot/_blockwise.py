@@ -31,19 +31,19 @@ def blockwise(problem: Problem) -> State:
     """Same result as `dense` with the scores of one tile at a time in memory."""
     xp = _arrays.namespace(problem.query)
     spec = problem.spec
-    axes = _grid(spec)
+    axes = grid(spec)
     if spec.library != "numpy":
         with _arrays.quiet(xp):
-            parts = [_fold(xp, part) for _, part in _parts(problem, axes)]
+            states = [_fold(xp, part) for _, part in parts(problem, axes)]
             counts = _counts(spec, axes)
-            out = _join(xp, [part.out for part in parts], axes, counts)
-            lse = _join(xp, [part.lse[..., None] for part in parts], axes, counts)[..., 0]
+            out = _join(xp, [state.out for state in states], axes, counts)
+            lse = _join(xp, [state.lse[..., None] for state in states], axes, counts)[..., 0]
             return State(out, lse)
     shape = spec.scores_shape[:-1]
     state = empty_state(xp, shape, spec.d_v, accumulation(problem.query, spec), problem.query)
 
     with _arrays.quiet(xp):
-        for region, part in _parts(problem, axes):
+        for region, part in parts(problem, axes):
             state.out[region], state.lse[region] = _fold(xp, part)
     return state
 
@@ -54,17 +54,17 @@ def blockwise_weights(problem: Problem) -> Array:
     shape, dtype = spec.scores_shape, accumulation(problem.query, spec)
     if spec.len_kv == 0:
         return xp.zeros(shape, dtype=dtype, **_arrays.device_of(problem.query))
-    axes = _grid(spec)
+    axes = grid(spec)
     if spec.library != "numpy":
         with _arrays.quiet(xp):
-            parts = [_weights_of_rows(xp, part) for _, part in _parts(problem, axes)]
-            return _join(xp, parts, axes, _counts(spec, axes))
+            pieces = [_weights_of_rows(xp, part) for _, part in parts(problem, axes)]
+            return _join(xp, pieces, axes, _counts(spec, axes))
     result = np.zeros(shape, dtype=dtype)
 
     with _arrays.quiet(xp):
-        for region, part in _parts(problem, axes):
+        for region, part in parts(problem, axes):
             lse = row_lse(xp, part, _fold(xp, part))
-            for start, stop in _key_slices(part):
+            for start, stop in key_slices(part):
                 tile = tile_weights(xp, part.cut(-1, start, stop), lse)
                 result[(*region, slice(start, stop))] = tile
     return result
@@ -81,18 +81,18 @@ def _weights_of_rows(xp: Any, problem: Problem) -> Array:
 def _fold(xp: Any, problem: Problem) -> State:
     """Merge the states of slices of keys, in order."""
     spec = problem.spec
-    slices = _key_slices(problem)
+    slices = key_slices(problem)
     if not slices and spec.library == "numpy":
         return empty_state(
             xp, spec.scores_shape[:-1], spec.d_v, accumulation(problem.query, spec), problem.query
         )
     # Without a visible key one excluded key still ties the result to its inputs' gradients.
     slices = slices or [(0, min(1, spec.len_kv))]
-    parts = (partial_state(xp, problem.cut(-1, *part)) for part in slices)
-    return functools.reduce(lambda a, b: merged(xp, a, b), parts)
+    states = (partial_state(xp, problem.cut(-1, *part)) for part in slices)
+    return functools.reduce(lambda a, b: merged(xp, a, b), states)
 
 
-def _key_slices(problem: Problem) -> list[tuple[int, int]]:
+def key_slices(problem: Problem) -> list[tuple[int, int]]:
     """Slices of at most `BLOCK_KV` keys, on a grid that starts at key 0, that may be seen."""
     low, high = _key_range(problem)
     starts = range(low // BLOCK_KV * BLOCK_KV, high, BLOCK_KV)
@@ -121,7 +121,7 @@ def _key_range(problem: Problem) -> tuple[int, int]:
     return min(r[0] for r in ranges), max(r[1] for r in ranges)
 
 
-def _grid(spec: Spec) -> list[tuple[int, int]]:
+def grid(spec: Spec) -> list[tuple[int, int]]:
     """Axes of the result and the length of one part along each: lead, heads, queries."""
     rows = max(1, min(BLOCK_Q, spec.len_q))
     budget = max(1, TILE_SCORES // (rows * max(1, min(BLOCK_KV, spec.len_kv))))
@@ -155,7 +155,7 @@ def _cuts(problem: Problem, axis: int, step: int) -> Iterator[tuple[slice, Probl
         yield slice(start, stop), problem.cut(axis, start, stop)
 
 
-def _parts(
+def parts(
     problem: Problem, axes: list[tuple[int, int]]
 ) -> Iterator[tuple[tuple[slice, ...], Problem]]:
     """Regions of the result, in row-major order, with the part of the problem they need."""
@@ -164,7 +164,7 @@ def _parts(
         return
     (axis, step), rest = axes[0], axes[1:]
     for region, part in _cuts(problem, axis, step):
-        for regions, piece in _parts(part, rest):
+        for regions, piece in parts(part, rest):
             yield (region, *regions), piece
 
 
@@ -200,11 +200,11 @@ def tiles(problem: Problem, *, in_blocks: bool) -> Tiles:
         scores = heads * spec.len_q * spec.len_kv
         memory = _tile_bytes(problem, spec) + _call_bytes(problem)
         return Tiles(spec.len_q, spec.len_kv, min(scores, heads), 0, scores, memory)
-    axes = _grid(spec)
+    axes = grid(spec)
     rows, block_kv = axes[-1][1], min(BLOCK_KV, spec.len_kv)
     run = scores = 0
-    for _, part in _parts(problem, axes):
-        blocks = _key_slices(part) if part.spec.len_q else []
+    for _, part in parts(problem, axes):
+        blocks = key_slices(part) if part.spec.len_q else []
         keys = blocks[-1][1] - blocks[0][0] if blocks else 0
         part_heads = math.prod(part.spec.lead) * part.spec.num_heads
         run += len(blocks) * part_heads

@@ -48,11 +48,13 @@ def choose(problem: Problem, sinks: Array | None = None) -> tuple[str, str]:
     return "kernels", "auto: compiled kernels, linear memory"
 
 
-def run(problem: Problem, *, rounded: bool = False, name: Name | None = None) -> State:
+def run(
+    problem: Problem, *, rounded: bool = False, with_lse: bool = False, name: Name | None = None
+) -> State:
     """Attention without sinks by the chosen implementation.
 
-    With ``rounded`` only ``out`` is wanted, in query's dtype: kernels round it themselves. ``name``
-    is that of the call for `again`.
+    With ``rounded`` kernels give ``out`` in query's dtype, and ``lse`` only if that is wanted too:
+    the others round nothing. ``name`` is that of the call for `again`.
     """
     implementation, _ = choose(problem)
     if implementation == "dense":
@@ -62,7 +64,7 @@ def run(problem: Problem, *, rounded: bool = False, name: Name | None = None) ->
     cpu = _bridge()
     here = cpu.on_host(problem)
     try:
-        call = functools.partial(cpu.run, cpu.prepare(here, rounded=rounded))
+        call = functools.partial(cpu.run, cpu.prepare(here, rounded=rounded, with_lse=with_lse))
         _keep(name, problem, call)
         state = call(here.query, here.key, here.value, here.terms.mask, here.terms.bias)
         return State(*(None if x is None else cpu.back(x, problem) for x in state))

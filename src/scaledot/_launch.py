@@ -110,6 +110,7 @@ class Prepared(NamedTuple):
     parts: tuple[int, int, int]  # bytes of part_out, part_lse, finished
     shape: tuple[int, ...]  # of the result
     numbers: Any  # its dtype; None for that of query
+    lse: Any = None  # dtype of lse; None where it is not wanted
 
 
 def launch(

@@ -47,7 +47,7 @@ def run(problem: Problem, starts_q: list[int], starts_kv: list[int], seeds: Any)
     """
     here = cpu.on_host(problem)
     spec, numbers = here.spec, None if here.sinks is None else cpu.numbers_of(problem.spec)
-    out, lse = cpu.results((starts_q[-1], spec.num_heads, spec.d_v), numbers, here.query)
+    out, lse = cpu.results((starts_q[-1], spec.num_heads, spec.d_v), numbers, numbers, here.query)
     q, kv = np.asarray(starts_q), np.asarray(starts_kv)
     every = Sequences(q[:-1], np.diff(q), kv[:-1], np.diff(kv))
     lane = (DOUBLE if spec.dtype == "float64" else SINGLE).lanes

@@ -54,8 +54,8 @@ def dense_weights(problem: Problem) -> Array:
 
 def tile_weights(xp: Any, problem: Problem, lse: Array) -> Array:
     """Weights of a part, given the log-sum-exp over all keys, (lead, num_heads, len_q, 1)."""
-    seen = _seen(problem)
-    return _exp(xp, _masked_scores(xp, problem, seen) - lse, seen)
+    seen = seen_of(problem)
+    return exponentials(xp, _masked_scores(xp, problem, seen) - lse, seen)
 
 
 def row_lse(xp: Any, problem: Problem, state: State) -> Array:
@@ -78,14 +78,14 @@ def partial_state(xp: Any, problem: Problem) -> State:
     if problem.spec.len_kv == 0:
         problem = _with_hidden_key(xp, problem)
     spec = problem.spec
-    seen = _seen(problem)
+    seen = seen_of(problem)
     scores = _masked_scores(xp, problem, seen)  # (lead, num_heads, len_q, len_kv)
     row_max = xp.max(scores, axis=-1, keepdims=True)
     row_max = _arrays.constant(xp.where(row_max == -math.inf, xp.zeros_like(row_max), row_max))
-    p = _exp(xp, scores - row_max, seen)
+    p = exponentials(xp, scores - row_max, seen)
     row_sum = xp.sum(p, axis=-1, keepdims=True)
     if spec.dropout:
-        p = xp.where(_kept(xp, problem), p, xp.zeros_like(p[..., :1]))
+        p = xp.where(kept_of(xp, problem), p, xp.zeros_like(p[..., :1]))
         p = p * (1 / (1 - spec.dropout) if spec.dropout < 1 else 0.0)
     acc = _weighted_values(xp, problem, p, scores)  # (lead, num_heads, len_q, d_v)
     empty = row_sum == 0
@@ -135,7 +135,7 @@ def _positions(problem: Problem) -> tuple[Array, Array]:
     )
 
 
-def _seen(problem: Problem) -> Array | None:
+def seen_of(problem: Problem) -> Array | None:
     """Boolean array, broadcastable to the scores: may be seen; None where everything is."""
     spec, terms = problem.spec, problem.terms
     conditions: list[Array] = []
@@ -199,35 +199,58 @@ def _call_mod(problem: Problem, name: str, function: Callable[..., Any], *first:
 
 def _masked_scores(xp: Any, problem: Problem, seen: Array | None) -> Array:
     """Scores after every option, -inf where excluded, (lead, num_heads, len_q, len_kv)."""
-    spec, terms = problem.spec, problem.terms
-    dtype = accumulation(problem.query, spec)
-    scores = _products(xp, problem, dtype)
-    if seen is not None:  # first, so that what is excluded can put nan into no gradient
-        scores = xp.where(seen, scores, xp.zeros_like(scores[..., :1]))
-    distance = None
-    if terms.slopes is not None:
-        q_pos, kv_pos = _positions(problem)
-        distance = xp.astype(xp.abs(q_pos - kv_pos), dtype)
-    if terms.bias is None:
-        scores = _scores.logit(
-            scores, spec.scale, spec.softcap, None, terms.slopes, distance, xp.tanh
-        )
-    else:
-        before = _scores.logit(scores, spec.scale, spec.softcap, None, None, None, xp.tanh)
-        bias = _finite_bias(xp, terms.bias, seen, dtype)
-        scores = _scores.logit(before, 1.0, None, bias, terms.slopes, distance, xp.tanh)
-        # Only -inf excludes: a sum of finite terms stops at the lowest number instead.
-        fell = (scores == -math.inf) & (before != -math.inf)
-        lowest = xp.full_like(scores[..., :1], xp.finfo(dtype).min)
-        scores = xp.where(fell, lowest, scores)
-    if problem.score_mod is not None:
-        scores = _call_mod(problem, "score_mod", problem.score_mod, scores)
-        scores = xp.astype(scores, dtype, copy=False)
+    spec = problem.spec
+    scores = modified(xp, problem, plain_scores(xp, problem, raw_scores(xp, problem, seen), seen))
     if seen is not None:
-        excluded = xp.full((1,) * spec.rank, -math.inf, dtype=dtype, **_arrays.device_of(scores))
+        excluded = xp.full((1,) * spec.rank, -math.inf, dtype=scores.dtype,
+                           **_arrays.device_of(scores))  # fmt: skip
         scores = xp.where(seen, scores, excluded)
     lead = scores.shape[:-2] if scores.ndim == spec.rank else ()
     return xp.broadcast_to(scores, (*lead, spec.len_q, spec.len_kv))
+
+
+def raw_scores(xp: Any, problem: Problem, seen: Array | None) -> Array:
+    """Products of queries and keys, 0 where excluded, so that nan there gets into no gradient."""
+    scores = _products(xp, problem, accumulation(problem.query, problem.spec))
+    return scores if seen is None else xp.where(seen, scores, xp.zeros_like(scores[..., :1]))
+
+
+def plain_scores(xp: Any, problem: Problem, scores: Array, seen: Array | None) -> Array:
+    """Scores before ``score_mod``, from the products: scale, softcap, bias and ALiBi."""
+    spec, terms = problem.spec, problem.terms
+    distance = None if terms.slopes is None else distances(xp, problem)
+    if terms.bias is None:
+        return _scores.logit(
+            scores, spec.scale, spec.softcap, None, terms.slopes, distance, xp.tanh
+        )
+    before = _scores.logit(scores, spec.scale, spec.softcap, None, None, None, xp.tanh)
+    bias = _finite_bias(xp, terms.bias, seen, scores.dtype)
+    scores = _scores.logit(before, 1.0, None, bias, terms.slopes, distance, xp.tanh)
+    # Only -inf excludes: a sum of finite terms stops at the lowest number instead.
+    fell = (scores == -math.inf) & (before != -math.inf)
+    return xp.where(fell, xp.full_like(scores[..., :1], xp.finfo(scores.dtype).min), scores)
+
+
+def distances(xp: Any, problem: Problem) -> Array:
+    """How far queries and keys are apart, in the accumulation dtype."""
+    q_pos, kv_pos = _positions(problem)
+    return xp.astype(xp.abs(q_pos - kv_pos), accumulation(problem.query, problem.spec))
+
+
+def modified(xp: Any, problem: Problem, scores: Array) -> Array:
+    """Scores after ``score_mod``."""
+    if problem.score_mod is None:
+        return scores
+    return xp.astype(
+        _call_mod(problem, "score_mod", problem.score_mod, scores), scores.dtype, copy=False
+    )
+
+
+def mod_slopes(xp: Any, problem: Problem, scores: Array) -> Array:
+    """Derivative of ``score_mod`` at the scores before it."""
+    assert problem.score_slope is not None
+    slopes = _call_mod(problem, "score_mod", problem.score_slope, scores)
+    return xp.astype(slopes, scores.dtype, copy=False)
 
 
 def _finite_bias(xp: Any, bias: Array, seen: Array | None, dtype: Any) -> Array:
@@ -247,12 +270,12 @@ def _products(xp: Any, problem: Problem, dtype: Any) -> Array:
     k = _arrays.packed(xp, problem.key, dtype)
     if isinstance(q, np.ndarray) and np.may_share_memory(q, k):
         k = k.copy()  # NumPy computes x @ xᵀ of one array in another way, with other bits
-    products = _grouped_matmul(xp, q, xp.matrix_transpose(k))
-    if problem.spec.library in ("torch", "jax") and _not_finite(xp, q, k):
+    products = grouped_matmul(xp, q, xp.matrix_transpose(k))
+    if problem.spec.library in ("torch", "jax") and not_finite(xp, q, k):
         # A product's gradient is (its gradient) × (the other factor), and 0 × nan is nan: rows
         # that hold nan or inf enter as constants, so that they reach no gradient of others.
-        finite_q, finite_k = _only_finite(xp, q), _only_finite(xp, k)
-        clean = _grouped_matmul(xp, finite_q, xp.matrix_transpose(finite_k))
+        finite_q, finite_k = only_finite(xp, q), only_finite(xp, k)
+        clean = grouped_matmul(xp, finite_q, xp.matrix_transpose(finite_k))
         products = _arrays.constant(products)
         products = xp.where(xp.isfinite(products), clean, products)
     return products
@@ -264,13 +287,13 @@ def _weighted_values(xp: Any, problem: Problem, p: Array, scores: Array) -> Arra
     The weight 0 of an excluded key times nan is 0; a nan that is seen reaches its rows only.
     """
     v = _arrays.packed(xp, problem.value, p.dtype)
-    if not _not_finite(xp, v):
-        return _grouped_matmul(xp, p, v)
-    acc = _grouped_matmul(xp, p, _only_finite(xp, v))
+    if not not_finite(xp, v):
+        return grouped_matmul(xp, p, v)
+    acc = grouped_matmul(xp, p, only_finite(xp, v))
     seen = xp.astype(scores != -math.inf, p.dtype)
 
     def reached(what: Array) -> Array:
-        return _grouped_matmul(xp, seen, xp.astype(what, p.dtype)) > 0
+        return grouped_matmul(xp, seen, xp.astype(what, p.dtype)) > 0
 
     up, down = reached(v == math.inf), reached(v == -math.inf)
     acc = xp.where(up, xp.full_like(acc, math.inf), acc)
@@ -279,16 +302,16 @@ def _weighted_values(xp: Any, problem: Problem, p: Array, scores: Array) -> Arra
     return xp.where(lost, xp.full_like(acc, math.nan), acc)
 
 
-def _not_finite(xp: Any, *arrays: Array) -> bool:
+def not_finite(xp: Any, *arrays: Array) -> bool:
     """Whether an array may hold nan or inf; a sum finds both without a temporary array."""
     return any(_arrays.may_hold(~xp.isfinite(xp.sum(_arrays.constant(x)))) for x in arrays)
 
 
-def _only_finite(xp: Any, x: Array) -> Array:
+def only_finite(xp: Any, x: Array) -> Array:
     return xp.where(xp.isfinite(x), x, xp.zeros_like(x))
 
 
-def _grouped_matmul(xp: Any, rows: Array, columns: Array) -> Array:
+def grouped_matmul(xp: Any, rows: Array, columns: Array) -> Array:
     """(..., num_heads, m, k) @ (..., num_kv_heads, k, n): heads of a group share their columns."""
     num_heads, m, k = rows.shape[-3:]
     num_kv_heads, n = columns.shape[-3], columns.shape[-1]
@@ -300,7 +323,7 @@ def _grouped_matmul(xp: Any, rows: Array, columns: Array) -> Array:
     return xp.reshape(product, (*product.shape[:-3], num_heads, m, n))
 
 
-def _exp(xp: Any, x: Array, seen: Array | None) -> Array:
+def exponentials(xp: Any, x: Array, seen: Array | None) -> Array:
     """Weights exp(x), 0 where excluded or below the smallest normal number of the dtype."""
     p = xp.exp(x)
     drop = p < xp.finfo(p.dtype).smallest_normal
@@ -309,7 +332,7 @@ def _exp(xp: Any, x: Array, seen: Array | None) -> Array:
     return xp.where(drop, xp.zeros_like(p[..., :1]), p)
 
 
-def _kept(xp: Any, problem: Problem) -> Array:
+def kept_of(xp: Any, problem: Problem) -> Array:
     """Boolean array: weights that dropout keeps, (lead, num_heads, len_q, len_kv)."""
     terms = problem.terms
     head, q_pos, kv_pos = (

@@ -10,7 +10,7 @@ import numpy as np
 
 from scaledot import _arrays, _checks
 from scaledot._errors import type_error, value_error
-from scaledot._typing import Array, MaskMod, ScoreMod
+from scaledot._typing import Array, MaskMod, ScoreFunction
 
 BLOCK_MASK = 128
 """Queries and keys in one block of ``block_mask``."""
@@ -123,7 +123,7 @@ class Problem:
     """One call in normal form: arrays of rank ``spec.rank``, with their options.
 
     ``rows`` (a range or a NumPy array) and ``columns`` are the indices of the queries and keys
-    that this part of the call is about.
+    that this part of the call is about. ``score_slope`` is the derivative of ``score_mod``.
     """
 
     query: Array
@@ -135,9 +135,10 @@ class Problem:
     columns: range
     block_mask: Array | None
     sinks: Array | None
-    score_mod: ScoreMod | None
+    score_mod: ScoreFunction | None
     mask_mod: MaskMod | None
     places: Places
+    score_slope: ScoreFunction | None = None
 
     def cut(self, axis: int, start: int, stop: int) -> Problem:
         """Return the part of one axis of the scores: -1 keys, -2 queries, -3 heads, further lead.
@@ -235,17 +236,30 @@ def resolve(
         seed_low=seed_low, seed_high=seed_high, **known,
     )
     seen = "(batch, head, q_pos, kv_pos) -> bool"
-    score = "(score, batch, head, q_pos, kv_pos) -> score"
+    score_mod, score_slope = _score_mod(options.score_mod)
     problem = Problem(
         query=_expand(query, spec.rank), key=_expand(key, spec.rank),
         value=_expand(value, spec.rank), spec=spec, terms=terms,
         rows=range(spec.len_q), columns=range(spec.len_kv),
         block_mask=_block_mask(query, options.block_mask, spec),
         sinks=_per_head(query, "sinks", options.sinks, spec),
-        score_mod=_checks.function("score_mod", options.score_mod, score),
+        score_mod=score_mod, score_slope=score_slope,
         mask_mod=_checks.function("mask_mod", options.mask_mod, seen), places=places,
     )
     return problem if rows is None else _take_rows(problem, rows)
+
+
+def _score_mod(given: Any) -> tuple[Any, Any]:
+    """A score_mod and its derivative by the score, of which the second or both may be None."""
+    signature = "(score, batch, head, q_pos, kv_pos) -> score"
+    if not isinstance(given, tuple):
+        return _checks.function("score_mod", given, signature), None
+    if len(given) != 2 or not all(map(callable, given)):
+        raise type_error(
+            f"score_mod must be a function {signature} or a pair (f, df)", repr(given),
+            "df has the arguments of f and returns its derivative by the score.",
+        )
+    return given
 
 
 def complete(problem: Problem) -> Problem:

@@ -13,8 +13,11 @@ ArrayT = TypeVar("ArrayT")
 
 Impl: TypeAlias = Literal["auto", "kernels", "blockwise", "dense"]
 
-ScoreMod: TypeAlias = Callable[[Any, Any, Any, Any, Any], Any]
-"""``score_mod(score, batch, head, q_pos, kv_pos) -> score``."""
+ScoreFunction: TypeAlias = Callable[[Any, Any, Any, Any, Any], Any]
+"""``score_mod(score, batch, head, q_pos, kv_pos) -> score``, or its derivative by the score."""
+
+ScoreMod: TypeAlias = ScoreFunction | tuple[ScoreFunction, ScoreFunction]
+"""A function of the score, or a pair of it and its derivative."""
 
 MaskMod: TypeAlias = Callable[[Any, Any, Any, Any], Any]
 """``mask_mod(batch, head, q_pos, kv_pos) -> bool``."""

@@ -89,32 +89,34 @@ def _plan_of_weights(spec: Spec) -> Plan:
 
 def run(call: Prepared, query: Array, key: Array, value: Array, mask: Any, bias: Any) -> State:
     """Attention without sinks on NumPy arrays or CPU tensors, as prepared."""
-    out, lse = results(call.shape, call.numbers, query)
+    out, lse = results(call.shape, call.numbers, call.lse, query)
     if call.tasks:
         launch(call, query, key, value, mask, bias, out, lse)
-    if call.numbers is None or isinstance(query, np.ndarray):
-        return State(out, lse)
-    return State(*map(sys.modules["torch"].from_numpy, (out, lse)))
-
-
-def results(shape: tuple[int, ...], numbers: Any, query: Array) -> tuple[Any, Any]:
-    """Room for ``out`` and, if the numbers are not query's, for ``lse``."""
-    if numbers is not None:
-        return np.empty(shape, dtype=numbers), np.empty(shape[:-1], dtype=numbers)
     if isinstance(query, np.ndarray):
-        return np.empty(shape, dtype=query.dtype), None
-    return query.new_empty(shape), None
+        return State(out, lse)
+    return State(*(
+        sys.modules["torch"].from_numpy(x) if isinstance(x, np.ndarray) else x for x in (out, lse)
+    ))  # fmt: skip
 
 
-def prepare(problem: Problem, *, rounded: bool) -> Prepared:
+def results(shape: tuple[int, ...], numbers: Any, sums: Any, query: Array) -> tuple[Any, Any]:
+    """Room for ``out`` and ``lse``, of these dtypes; None is that of query, and no lse."""
+    lse = None if sums is None else np.empty(shape[:-1], dtype=sums)
+    if numbers is None and not isinstance(query, np.ndarray):
+        return query.new_empty(shape), lse
+    return np.empty(shape, dtype=query.dtype if numbers is None else numbers), lse
+
+
+def prepare(problem: Problem, *, rounded: bool, with_lse: bool = False) -> Prepared:
     """Everything about a call but where its arrays lie; mods are compiled.
 
-    With ``rounded``, ``out`` comes in the dtype of query, and there is no ``lse``.
+    With ``rounded``, ``out`` comes in the dtype of query, and ``lse`` only if it is wanted.
     """
-    spec = problem.spec
-    shape, numbers = (*spec.scores_shape[:-1], spec.d_v), None if rounded else numbers_of(spec)
+    spec, sums = problem.spec, numbers_of(problem.spec)
+    shape, numbers = (*spec.scores_shape[:-1], spec.d_v), None if rounded else sums
     out = in_order(shape, *_item(spec, numbers))
-    return prepared(problem, plan(spec), out, numbers)
+    call = prepared(problem, plan(spec), out, numbers)
+    return call._replace(lse=sums) if with_lse else call
 
 
 def _item(spec: Spec, numbers: Any) -> tuple[int, int]:
@@ -137,7 +139,7 @@ def prepared(
     known |= options.functions(known, double=chosen.vectors is DOUBLE)
     return Prepared(
         chosen.kernel, packed(known), keep, chosen.tasks if math.prod(out.shape[:-1]) else 0,
-        work < SMALL, chosen.scratch, _part_bytes(chosen, spec), out.shape, numbers,
+        work < SMALL, chosen.scratch, _part_bytes(chosen, spec), out.shape, numbers, numbers,
     )  # fmt: skip
 
 

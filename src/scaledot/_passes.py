@@ -1,0 +1,216 @@
+"""What differentiation needs of a call, on plain arrays: each pass by the chosen implementation.
+
+Rules of array libraries (`_torch_rules`, `_jax_rules`) and the functions for NumPy are built on
+these four.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection
+from typing import Any, cast
+
+from scaledot import _arrays, _choice, _derivatives, _reference
+from scaledot._derivatives import Grads, Rows, Second
+from scaledot._errors import value_error
+from scaledot._spec import Options, Problem, accumulation, complete, resolve
+from scaledot._state import State, merged
+from scaledot._typing import Array
+
+
+def check(query: Array, key: Array, value: Array, options: Options) -> None:
+    """Raise for arguments that are wrong, or that cannot be differentiated."""
+    _need_slope(resolve(query, key, value, options))
+
+
+def forward(
+    query: Array, key: Array, value: Array, options: Options, *, slices: bool = False,
+    wide: bool = False,
+) -> State:  # fmt: skip
+    """Attention with its log-sum-exp, sinks included.
+
+    Parameters
+    ----------
+    query, key, value : array
+        As in `attention`, without a graph.
+    options : Options
+        As the caller gave them.
+    slices : bool
+        Whether key may be a slice, as in `attention_state`.
+    wide : bool
+        Return ``out`` in the accumulation dtype, not in that of query.
+    """
+    problem = resolve(query, key, value, options, slices=slices)
+    xp = _arrays.namespace(query)
+    state = _choice.run(problem, rounded=not wide and problem.sinks is None, with_lse=True)
+    with _arrays.quiet(xp):
+        if problem.sinks is not None:
+            state = merged(xp, state, _reference.keyless(xp, problem))
+        out = state.out if wide else xp.astype(state.out, query.dtype, copy=False)
+    return State(out[0, ...], state.lse[0, ...]) if problem.spec.matrix else State(out, state.lse)
+
+
+def backward(
+    query: Array, key: Array, value: Array, options: Options, out: Array, lse: Array,
+    grad_out: Array, grad_lse: Array | None, *, wanted: Collection[str], slices: bool = False,
+) -> Grads:  # fmt: skip
+    """Gradients of the arguments named in ``wanted``, each with its argument's shape and dtype.
+
+    ``out`` and ``lse`` are those of `forward`; ``grad_lse`` may be None for zeros.
+    """
+    problem = resolve(query, key, value, options, slices=slices)
+    _need_slope(problem)
+    xp = _arrays.namespace(query)
+    arguments = _arguments(query, key, value, options)
+    wanted = {name for name in wanted if getattr(arguments, name) is not None}
+    name, _ = _choice.choose(problem)
+    with _arrays.quiet(xp):
+        rows = _row_terms(xp, problem, out, lse, grad_out, grad_lse)
+        grads = _derivatives.backward(
+            complete(problem), rows, wanted, in_blocks=name != "dense"
+        )
+        if "sinks" in wanted:
+            shares = -_sink_weights(xp, problem, rows.lse) * rows.delta
+            grads = grads._replace(sinks=_of_heads(xp, problem, shares))
+        return _like_arguments(xp, grads, arguments)
+
+
+def tangent(
+    query: Array, key: Array, value: Array, options: Options, out: Array, lse: Array,
+    tangents: Grads, *, slices: bool = False,
+) -> State:  # fmt: skip
+    """Tangents of ``out`` and ``lse`` along ``tangents`` of the arguments (None is zero)."""
+    problem = resolve(query, key, value, options, slices=slices)
+    _need_slope(problem)
+    xp = _arrays.namespace(query)
+    with _arrays.quiet(xp):
+        moved = _moved(xp, problem, out, lse, _normal(xp, problem, tangents))
+        found = State(xp.astype(moved[0], out.dtype, copy=False), moved[1][..., 0])
+    return State(found.out[0, ...], found.lse[0, ...]) if problem.spec.matrix else found
+
+
+def second(
+    query: Array, key: Array, value: Array, options: Options, out: Array, lse: Array,
+    grad_out: Array, grad_lse: Array | None, tangents: Grads, *,
+    wanted: Collection[str] = Grads._fields, slices: bool = False,
+) -> Second:  # fmt: skip
+    """Vector-Jacobian product of `backward`, given cotangents ``tangents`` of its results.
+
+    The inner product of backward's results with the tangents is that of ``(grad_out, grad_lse)``
+    with `tangent`: what reaches these is the tangent itself.
+    """
+    problem = resolve(query, key, value, options, slices=slices)
+    if problem.score_mod is not None:
+        raise value_error(
+            "second derivatives must be of a call without score_mod", "a score_mod",
+            "bias, alibi_slopes and softcap have them.",
+        )
+    xp = _arrays.namespace(query)
+    arguments = _arguments(query, key, value, options)
+    wanted = {name for name in wanted if getattr(arguments, name) is not None}
+    name, _ = _choice.choose(problem)
+    with _arrays.quiet(xp):
+        given = _normal(xp, problem, tangents)
+        out_tangent, lse_tangent = _moved(xp, problem, out, lse, given)
+        rows = _row_terms(xp, problem, out, lse, grad_out, grad_lse)
+        mean = xp.sum(rows.grad_out * out_tangent, axis=-1, keepdims=True)
+        rows = rows._replace(tangent=lse_tangent, mean=mean - lse_tangent * rows.delta)
+        grads = _derivatives.second(
+            complete(problem), rows, given, wanted, in_blocks=name != "dense"
+        )
+        if "sinks" in wanted:
+            weighed = -rows.delta * (0.0 if given.sinks is None else given.sinks) - rows.mean
+            shares = _sink_weights(xp, problem, rows.lse) * weighed
+            grads = grads._replace(sinks=_of_heads(xp, problem, shares))
+        of_out = xp.astype(out_tangent, grad_out.dtype, copy=False)
+        of_lse = lse_tangent[..., 0]
+        if problem.spec.matrix:
+            of_out, of_lse = of_out[0, ...], of_lse[0, ...]
+        return Second(_like_arguments(xp, grads, arguments), of_out, of_lse)
+
+
+def _need_slope(problem: Problem) -> None:
+    if problem.score_mod is not None and problem.score_slope is None:
+        raise value_error(
+            "score_mod must come with its derivative where gradients are taken",
+            "a function alone",
+            "Pass score_mod=(f, df): df has the arguments of f and returns df/dscore.",
+        )
+
+
+def _arguments(query: Array, key: Array, value: Array, options: Options) -> Grads:
+    return Grads(query, key, value, options.bias, options.sinks, options.alibi_slopes)
+
+
+def _row_terms(
+    xp: Any, problem: Problem, out: Array, lse: Array, grad_out: Array, grad_lse: Array | None
+) -> Rows:
+    """What a backward pass knows of each row, in normal form."""
+    dtype = accumulation(problem.query, problem.spec)
+    shape = problem.spec.scores_shape[:-1]
+
+    def rows(x: Array, width: int) -> Array:
+        return xp.reshape(xp.astype(x, dtype, copy=False), (*shape, width))
+
+    d_v = problem.spec.d_v
+    grad_out, lse = rows(grad_out, d_v), rows(lse, 1)
+    delta = xp.sum(grad_out * rows(out, d_v), axis=-1, keepdims=True)
+    if grad_lse is not None:
+        delta = delta - rows(grad_lse, 1)
+    # A row that sees nothing has no gradient, whatever is asked of its -inf.
+    empty = lse == -math.inf
+    delta = xp.where(empty, xp.zeros_like(delta), delta)
+    return Rows(xp.where(empty, xp.zeros_like(lse), lse), grad_out, delta)
+
+
+def _moved(
+    xp: Any, problem: Problem, out: Array, lse: Array, tangents: Grads
+) -> tuple[Array, Array]:
+    """Tangents of out and lse in the accumulation dtype, in normal form, lse with a last axis."""
+    rows = _row_terms(xp, problem, out, lse, out, None)  # grad_out stands for out itself
+    name, _ = _choice.choose(problem)
+    total, mean = _derivatives.tangent(
+        complete(problem), rows.lse, tangents, in_blocks=name != "dense"
+    )
+    if tangents.sinks is not None:
+        mean = mean + _sink_weights(xp, problem, rows.lse) * tangents.sinks
+    return total - mean * rows.grad_out, mean
+
+
+def _sink_weights(xp: Any, problem: Problem, lse: Array) -> Array:
+    """Weight of the sink in each row, (lead, num_heads, len_q, 1)."""
+    return xp.exp(problem.sinks - lse)
+
+
+def _of_heads(xp: Any, problem: Problem, x: Array) -> Array:
+    """Sum over everything but heads, (1..., num_heads, 1, 1)."""
+    return _derivatives.reduced(xp, x, tuple(cast(Array, problem.sinks).shape))
+
+
+def _normal(xp: Any, problem: Problem, tangents: Grads) -> Grads:
+    """Tangents in the shapes that the arguments have in normal form, in the accumulation dtype."""
+    terms, dtype = problem.terms, accumulation(problem.query, problem.spec)
+    forms = Grads(
+        problem.query, problem.key, problem.value, terms.bias, problem.sinks, terms.slopes
+    )
+
+    def placed(x: Array | None, form: Array | None) -> Array | None:
+        if x is None or form is None:
+            return None
+        return xp.reshape(_arrays.like(problem.query, x, dtype), tuple(form.shape))
+
+    return Grads(*(placed(x, form) for x, form in zip(tangents, forms, strict=True)))
+
+
+def _like_arguments(xp: Any, grads: Grads, arguments: Grads) -> Grads:
+    """Gradients in the shapes and dtypes of the arguments."""
+
+    def placed(x: Array | None, argument: Array | None) -> Array | None:
+        if x is None or argument is None:
+            return None
+        x = xp.reshape(x, tuple(argument.shape))
+        if _arrays.library(argument) == _arrays.library(x):
+            return xp.astype(x, argument.dtype, copy=False)
+        return x
+
+    return Grads(*(placed(x, a) for x, a in zip(grads, arguments, strict=True)))
