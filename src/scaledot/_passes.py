@@ -65,14 +65,33 @@ def backward(
     wanted = {name for name in wanted if getattr(arguments, name) is not None}
     name, _ = _choice.choose(problem)
     with _arrays.quiet(xp):
-        rows = _row_terms(xp, problem, out, lse, grad_out, grad_lse)
-        grads = _derivatives.backward(
-            complete(problem), rows, wanted, in_blocks=name != "dense"
-        )
+        if name == "kernels":
+            grads, rows = _by_kernels(xp, problem, out, lse, grad_out, grad_lse, wanted)
+        else:
+            rows = _row_terms(xp, problem, out, lse, grad_out, grad_lse)
+            grads = _derivatives.backward(
+                complete(problem), rows, wanted, in_blocks=name != "dense"
+            )
         if "sinks" in wanted:
             shares = -_sink_weights(xp, problem, rows.lse) * rows.delta
             grads = grads._replace(sinks=_of_heads(xp, problem, shares))
         return _like_arguments(xp, grads, arguments)
+
+
+def _by_kernels(
+    xp: Any, problem: Problem, out: Array, lse: Array, grad_out: Array, grad_lse: Array | None,
+    wanted: Collection[str],
+) -> tuple[Grads, Rows]:  # fmt: skip
+    """Gradients by the kernels, and what of the rows the gradient of sinks needs."""
+    from scaledot import _kernel_gradients  # loads Numba
+
+    passed = _kernel_gradients.passed_of(problem, out, lse, grad_out, grad_lse)
+    grads = _kernel_gradients.run(problem, passed, wanted)
+    known, delta = (
+        _kernel_gradients.in_library(x, problem)[..., None] for x in (passed.lse, passed.delta)
+    )
+    known = xp.where(known == -math.inf, xp.zeros_like(known), known)
+    return grads, Rows(known, passed.grad_out, delta)
 
 
 def tangent(

@@ -130,20 +130,25 @@ def prepared(
 ) -> Prepared:
     """Fill a record in; ``own`` are arrays to be used instead of those that follow from shapes."""
     spec = problem.spec
-    arrays = {**_option_arrays(problem, out), **own}
-    known = _fields(problem, out)
-    keep = _laid_out(arrays, known)
+    arrays = {**option_arrays(problem, out), **own}
+    known = fields_of(problem, out)
+    keep = laid_out(arrays, known)
     known["scratch_bytes"] = chosen.scratch
     work = math.prod(spec.scores_shape) * (spec.d_k + spec.d_v)
-    keep += _add_mods(problem, known)
-    known |= options.functions(known, double=chosen.vectors is DOUBLE)
+    keep += add_mods(problem, known)
+    known |= option_functions(known, chosen.vectors)
     return Prepared(
         chosen.kernel, packed(known), keep, chosen.tasks if math.prod(out.shape[:-1]) else 0,
         work < SMALL, chosen.scratch, _part_bytes(chosen, spec), out.shape, numbers, numbers,
     )  # fmt: skip
 
 
-def _laid_out(arrays: dict[str, Any], known: dict[str, Any]) -> list[Any]:
+def option_functions(known: dict[str, Any], vectors: Vectors) -> dict[str, int]:
+    """Addresses of the native functions that the options of a call need."""
+    return options.functions(known, double=vectors is DOUBLE)
+
+
+def laid_out(arrays: dict[str, Any], known: dict[str, Any]) -> list[Any]:
     """Add the addresses of arrays; those of int64 are put into one, which is cheaper."""
     integers = {name: x.reshape(-1) for name, x in arrays.items() if x.dtype == np.int64}
     block = np.concatenate([*integers.values()])
@@ -243,26 +248,30 @@ def reads_batch(problem: Problem) -> bool:
     return any(mod is not None and mod.uses_batch for mod in _compiled(problem))
 
 
-def _compiled(problem: Problem) -> tuple[mods.Mod | None, mods.Mod | None]:
-    score_mod, mask_mod = problem.score_mod, problem.mask_mod
+def _compiled(problem: Problem) -> tuple[mods.Mod | None, mods.Mod | None, mods.Mod | None]:
+    """score_mod, mask_mod, and the derivative of score_mod."""
+    mask_mod = problem.mask_mod
     precision: Any = "float64" if problem.spec.dtype == "float64" else "float32"
-    return (
-        None if score_mod is None else mods.compile_score_mod(score_mod, precision),
-        None if mask_mod is None else mods.compile_mask_mod(mask_mod),
+    score_mod, slope = (
+        None if function is None else mods.compile_score_mod(function, precision)
+        for function in (problem.score_mod, problem.score_slope)
     )
+    return score_mod, None if mask_mod is None else mods.compile_mask_mod(mask_mod), slope
 
 
-def _add_mods(problem: Problem, known: dict[str, Any]) -> list[Any]:
+def add_mods(problem: Problem, known: dict[str, Any]) -> list[Any]:
     """Compile mods; class the tiles of mask_mod once, for all heads and batches that it ignores.
 
     Adds to the fields of a record; returns what owns the memory that it points to.
     """
     spec = problem.spec
-    score_mod, mod = _compiled(problem)
+    score_mod, mod, slope = _compiled(problem)
     if score_mod is not None:
         known["score_mod"] = score_mod.address
+    if slope is not None:
+        known["score_slope"] = slope.address
     if mod is None or not spec.len_kv:
-        return [score_mod]
+        return [score_mod, slope]
     known["mask_mod"] = mod.address
     vectors = DOUBLE if spec.dtype == "float64" else SINGLE
     tiles = -(-spec.len_q // (HOST.nr * vectors.lanes)) * -(-spec.len_kv // BLOCK_KV)
@@ -277,13 +286,13 @@ def _add_mods(problem: Problem, known: dict[str, Any]) -> list[Any]:
     known["class_entry"] = heads * tiles if by_entry else 0
     kernel = options.class_double if vectors is DOUBLE else options.class_single
     record = packed({**known, "scratch_bytes": layout.CLASS_BYTES})
-    keep = [score_mod, mod, classes]
+    keep = [score_mod, mod, slope, classes]
     launch(Prepared(kernel, record, keep, len(classes), False, layout.CLASS_BYTES, (0, 0, 0),
                     (), None))  # fmt: skip
     return keep
 
 
-def _fields(problem: Problem, out: Memory) -> dict[str, Any]:
+def fields_of(problem: Problem, out: Memory) -> dict[str, Any]:
     """Describe the problem to the kernel: all but addresses of arrays made for it."""
     spec, terms = problem.spec, problem.terms
     query, key, value = (memory(x) for x in (problem.query, problem.key, problem.value))
@@ -321,14 +330,14 @@ def _softcap(spec: Spec) -> float:
     return spec.softcap if spec.softcap is not None and spec.softcap <= highest else 0.0
 
 
-def _option_arrays(problem: Problem, out: Memory) -> dict[str, Any]:
+def option_arrays(problem: Problem, out: Memory) -> dict[str, Any]:
     """Positions, places and options that the kernel reads, as contiguous arrays."""
     spec, terms = problem.spec, problem.terms
     entries = math.prod(spec.lead)
     heads, key_heads = (*spec.lead, spec.num_heads), (*spec.lead, spec.num_kv_heads)
 
     def places(x: Array, target: tuple[int, ...]) -> Any:
-        return _places(memory(x), target)
+        return places_of(memory(x), target)
 
     arrays = {
         "q_start": _per_entry(terms.q_start + _first_row(problem), spec),
@@ -336,7 +345,7 @@ def _option_arrays(problem: Problem, out: Memory) -> dict[str, Any]:
         "q_count": np.full(entries, spec.len_q),
         "kv_count": np.full(entries, spec.len_kv) if terms.kv_count is None
         else _per_entry(terms.kv_count, spec),
-        "out_places": _places(out, heads),
+        "out_places": places_of(out, heads),
         "q_places": places(problem.query, heads),
         "k_places": places(problem.key, key_heads), "v_places": places(problem.value, key_heads),
     }  # fmt: skip
@@ -355,7 +364,7 @@ def _option_arrays(problem: Problem, out: Memory) -> dict[str, Any]:
     return arrays
 
 
-def _places(x: Memory, heads: tuple[int, ...]) -> Any:
+def places_of(x: Memory, heads: tuple[int, ...]) -> Any:
     """Bytes from an array's first element to the first row of each index of ``heads``.
 
     The array's leading axes broadcast to ``heads``.

@@ -42,6 +42,19 @@ INTEGERS = (
     "out", "out_places", "out_row",  # d_v is without gaps
     "lse",  # (pairs, len_q) of float32 or float64, or 0
     "part_out", "part_lse", "finished",  # of the parts of the keys, and how many are done
+    # Of the backward pass; arrays of the kind's numbers are contiguous where nothing else is said.
+    "grad_out", "grad_places", "grad_row", "grad_column", "grad_dtype",
+    "delta",  # (pairs, len_q)
+    "key_range",  # keys of a task
+    "progress",  # int64 (pairs, blocks of queries): ranges whose share of dq has been added
+    "dq",  # (pairs, len_q, d_k), or 0
+    "dk", "dv",  # (entries and key heads, len_kv, width) of out_dtype, or 0
+    "slope_sums",  # float64 (pairs, ranges), or 0
+    "chain",  # of `options`, where the scores' derivative is not the scale
+    "score_slope",  # address of a native function: derivative of score_mod
+    "bias_sums",  # (groups, rows or 1, keys or 1), or (groups, ranges, rows or 1) for 1
+    "bias_rows", "bias_columns",  # their lengths
+    "members", "num_groups", "member_starts",  # int64: pairs of each group, one after the other
     "scratch", "scratch_bytes",  # of each worker
     "status",  # int64: what went wrong
 )  # fmt: skip

@@ -74,7 +74,7 @@ def score_tile(kind, call, scratch, pair, sub, row, count, tile, low, high, seen
     panel = scratch.panels + size(kind) * sub * wide * span
     first, last = low // MR * MR, -(-high // MR) * MR
     multiply(
-        kind, call, nr, keys, k_step, panel, first, last, scratch.scores, scratch.top
+        kind, depth, call.scale, nr, keys, k_step, panel, first, last, scratch.scores, scratch.top
     )
     start = scratch.scores + size(kind) * first * span
     changed = False
@@ -140,12 +140,12 @@ def add_odd(kind, call, scratch, key_pair, sub, count, tile, low, high):  # type
 
 
 @separate
-def accumulate(kind, call, nr, weights, values, v_step, first, last, acc, factor):  # type: ignore[no-untyped-def]
+def accumulate(kind, d, nr, weights, values, v_step, first, last, acc, factor):  # type: ignore[no-untyped-def]
     """Acc = acc · factor + values · weights over keys first..last (line 10: O += P V)."""
     span, half = NR * lanes(kind), 1 + has_pairs(kind)
     first, depth = first // half, (last - first) // half
     b, a = weights + size(kind) * first * span, values + size(kind) * first * v_step
-    for i in range(0, max(1, call.d_v), MR):
+    for i in range(0, max(1, d), MR):
         x, c = a + size(kind) * i, acc + size(kind) * i * span
         if nr == 1:
             accumulate_1(kind, x, 1, v_step, b, span, depth, c, span, factor)
@@ -191,7 +191,7 @@ def attend_sub(  # type: ignore[no-untyped-def]
             )  # fmt: skip
     weights = scratch.pairs if has_pairs(kind) else scratch.scores
     accumulate(
-        kind, call, nr, weights, values, v_step, first, last,
+        kind, call.d_v, nr, weights, values, v_step, first, last,
         scratch.acc + size(kind) * sub * width_of(kind, call) * span, scratch.factor,
     )  # fmt: skip
 

@@ -16,15 +16,18 @@ from scaledot._kernels.kinds import (
     BLOCK_KV,
     Double,
     Single,
+    doubles_at,
     lanes,
     number,
     numbers,
     size,
     words_at,
 )
+from scaledot._kernels.layout import up
 from scaledot._kernels.pack import fetch_add, load_int64, load_uint32
+from scaledot._kernels.softmax import soft_cap_slope
 from scaledot._kernels.target import HOST
-from scaledot._kernels.tile import adjust
+from scaledot._kernels.tile import add_mod, add_terms, adjust
 from scaledot._kernels.visible import classify, classify_mod
 
 NR = HOST.nr
@@ -40,6 +43,7 @@ def functions(known: dict[str, Any], *, double: bool) -> dict[str, int]:
         "adjust": uses("softcap", "bias_places", "slopes", "score_mod"),
         "classify": uses("mask_places", "blocks", "segment_q", "classes"),
         "drop": uses("threshold"),
+        "chain": known.get("key_range") and uses("softcap", "score_slope", "slope_sums"),
     }
     return {name: (DOUBLES if double else SINGLES)[name].address for name in wanted if wanted[name]}
 
@@ -101,6 +105,53 @@ def drop(kind, address, pair, row, key, keys, row_keys, weights):  # type: ignor
         for i in range(span):
             kept = keeps(mine, row_a[i], row_b[i], threshold)
             line[i] = line[i] * scale if kept else line[i] * 0
+
+
+@inlined
+def chain(kind, address, pair, row, count, key, keys, raw, rows):  # type: ignore[no-untyped-def]
+    """From gradients of scores to those of the scaled products ``raw`` (they lie one tile behind).
+
+    On the way those of slopes are summed. Where the terms of scores are what is asked for,
+    ``bias_sums``, the gradients stay those by the terms. The tile before ``raw`` is room.
+    """
+    call = read(address)
+    span, tile = NR * lanes(kind), tile_bytes(kind)
+    given, count_all = raw + tile, keys * span
+    grads = numbers(kind, given, count_all)
+    if call.score_slope:
+        work, scores = numbers(kind, raw - tile, count_all), numbers(kind, raw, count_all)
+        work[:] = scores
+        add_terms(kind, call, pair, row, count, key, keys, raw - tile, rows)
+        add_mod(kind, call, call.score_slope, pair, row, count, key, keys, raw - tile)
+        for i in range(count_all):
+            # Where nothing is seen, the derivative may be nan.
+            grads[i] = grads[i] * work[i] if grads[i] != 0 else grads[i]
+    if call.slope_sums:
+        add_slope(kind, call, pair, row, count, key, keys, given)
+    if call.softcap > 0 and call.bias_sums == 0:
+        soft_cap_slope(kind, given, raw, count_all, number(kind, call.softcap))
+
+
+@inlined
+def tile_bytes(kind):  # type: ignore[no-untyped-def]
+    """Bytes from one tile of `gradient.Room` to the next."""
+    return up(size(kind) * (BLOCK_KV + lanes(kind)) * NR * lanes(kind))
+
+
+@inlined
+def add_slope(kind, call, pair, row, count, key, keys, grads):  # type: ignore[no-untyped-def]
+    """Add ``-Σ dS·|q_pos - kv_pos|`` of a tile to the sum of its head and range of keys."""
+    span, entry = NR * lanes(kind), pair // call.num_heads
+    distance = load_int64(call.q_start + 8 * entry) + row
+    distance -= load_int64(call.kv_start + 8 * entry) + key
+    total = 0.0
+    for j in range(keys):
+        line = numbers(kind, grads + size(kind) * j * span, span)
+        for i in range(count):
+            total += line[i] * float(abs(distance + i - j))
+    ranges = -(-call.len_kv // call.key_range)
+    place = call.slope_sums + 8 * (pair * ranges + key // call.key_range)
+    doubles_at(place, 1)[0] -= total
 
 
 @inlined
@@ -169,5 +220,21 @@ def drop_double(address, pair, row, key, keys, row_keys, weights, unused):  # ty
     return 0
 
 
-SINGLES = {"adjust": adjust_single, "classify": classify_single, "drop": drop_single}
-DOUBLES = {"adjust": adjust_double, "classify": classify_double, "drop": drop_double}
+@kernel
+def chain_single(address, pair, row, count, key, keys, raw, rows):  # type: ignore[no-untyped-def]
+    """`chain` on float32."""
+    chain(Single(0), address, pair, row, count, key, keys, raw, rows)
+    return 0
+
+
+@kernel
+def chain_double(address, pair, row, count, key, keys, raw, rows):  # type: ignore[no-untyped-def]
+    """`chain` on float64."""
+    chain(Double(0), address, pair, row, count, key, keys, raw, rows)
+    return 0
+
+
+SINGLES = {"adjust": adjust_single, "classify": classify_single, "drop": drop_single,
+           "chain": chain_single}
+DOUBLES = {"adjust": adjust_double, "classify": classify_double, "drop": drop_double,
+           "chain": chain_double}

@@ -295,3 +295,19 @@ def row_scale(context: Any, kind: Any, row: Any, count: Any, factor: Any) -> Any
         return cx.get_dummy_value()
 
     return types.void(kind, INT, INT, v.number), emit
+
+
+@intrinsic
+def row_product(context: Any, kind: Any, x: Any, y: Any, count: Any) -> Any:
+    """Inner product of two rows of ``count`` numbers (a multiple of the lanes)."""
+    v = vectors(kind)
+
+    def emit(cx: Any, b: Any, sig: Any, args: Any) -> Any:
+        p, q = (simd.pointer(b, args[i], v.scalar) for i in (1, 2))
+
+        def body(i: Any, sums: list[Any]) -> list[Any]:
+            return [v.fma(b, v.load(b, p, i), v.load(b, q, i), sums[0])]
+
+        return v.sum_lanes(b, simd.loop(b, args[3], v.lanes, [v.const(0.0)], body)[0])
+
+    return v.number(kind, *(types.intp,) * 3), emit

@@ -192,3 +192,62 @@ def soft_cap(context: Any, kind: Any, scores: Any, count: Any, cap: Any) -> Any:
         return cx.get_dummy_value()
 
     return types.void(kind, INT, INT, v.number), emit
+
+
+@intrinsic
+def weigh_back(context: Any, kind: Any, scores: Any, stride: Any, count: Any, lse: Any, delta: Any,
+               products: Any) -> Any:  # fmt: skip
+    """Turn scores into weights and products into gradients of scores, in place.
+
+    ``scores`` and ``products`` are columns: ``P = exp(S - lse)`` and ``dS = P∘(dO Vᵀ - delta)``,
+    both 0 where a key may not be seen, whatever the rest holds.
+    """
+    v = vectors(kind)
+
+    def emit(cx: Any, b: Any, sig: Any, args: Any) -> Any:
+        p, q = simd.pointer(b, args[1], v.scalar), simd.pointer(b, args[6], v.scalar)
+        top, d = (v.load(b, simd.pointer(b, args[i], v.scalar), I64(0)) for i in (4, 5))
+        zero = v.const(0.0)
+
+        def body(i: Any, carried: list[Any]) -> list[Any]:
+            for u in range(UNROLL):
+                place = b.mul(b.add(i, I64(u)), args[2])
+                s = v.load(b, p, place)
+                hidden = b.fcmp_ordered("==", s, v.const(float("-inf")))
+                weight = v.exp2(b, b.fmul(b.fsub(s, top), v.const(LOG2E)))
+                weight = b.select(hidden, zero, weight)
+                v.store(b, p, place, weight)
+                grad = b.fmul(weight, b.fsub(v.load(b, q, place), d))
+                v.store(b, q, place, b.select(hidden, zero, grad))
+            return []
+
+        simd.loop(b, args[3], UNROLL, [], body)
+        return cx.get_dummy_value()
+
+    return types.void(kind, *(INT,) * 6), emit
+
+
+@intrinsic
+def soft_cap_slope(context: Any, kind: Any, grads: Any, scores: Any, count: Any,
+                   cap: Any) -> Any:  # fmt: skip
+    """Multiply gradients by the slope of the cap at the scores before it, ``1 - tanh²``.
+
+    A gradient of 0 stays: where nothing is seen, the score may be nan.
+    """
+    v = vectors(kind)
+
+    def emit(cx: Any, b: Any, sig: Any, args: Any) -> Any:
+        goal, p = (simd.pointer(b, args[i], v.scalar) for i in (1, 2))
+        c = v.splat(b, args[4])
+
+        def body(i: Any, carried: list[Any]) -> list[Any]:
+            t = _tanh(b, v, b.fdiv(v.load(b, p, i), c))
+            slope, grad = b.fsub(v.const(1.0), b.fmul(t, t)), v.load(b, goal, i)
+            none = b.fcmp_ordered("==", grad, v.const(0.0))
+            v.store(b, goal, i, b.select(none, grad, b.fmul(grad, slope)))
+            return []
+
+        simd.loop(b, args[3], v.lanes, [], body)
+        return cx.get_dummy_value()
+
+    return types.void(kind, INT, INT, INT, v.number), emit

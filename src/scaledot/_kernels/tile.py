@@ -21,7 +21,6 @@ from scaledot._kernels.kinds import (
     size,
     vectors,
 )
-from scaledot._kernels.layout import depth_of
 from scaledot._kernels.matmul import make_scores
 from scaledot._kernels.pack import (
     FLOAT32,
@@ -91,11 +90,11 @@ def long_product(kind, nr, a, lda, b, ldb, depth, c, top, scale, cut):  # type: 
 
 
 @separate
-def multiply(kind, call, nr, keys, k_step, panel, first, last, scores, top):  # type: ignore[no-untyped-def]
+def multiply(kind, depth, factor, nr, keys, k_step, panel, first, last, scores, top):  # type: ignore[no-untyped-def]
     """scores[first:last] = keys · panel, ``last - first`` a multiple of MR (S = Q Kᵀ, line 8)."""
-    span, depth = NR * lanes(kind), depth_of(kind, call)
+    span = NR * lanes(kind)
     cut = DEPTH // 2 if has_pairs(kind) else DEPTH
-    scale = number(kind, call.scale)
+    scale = number(kind, factor)
     numbers(kind, top, span)[:] = -np.inf
     for j in range(first, last, MR):
         a, c = keys + size(kind) * j * k_step, scores + size(kind) * j * span
@@ -242,16 +241,30 @@ def add_alibi(kind, call, pair, distance, count, keys, scores):  # type: ignore[
 
 
 @separate
-def add_mod(kind, call, pair, row, count, key, keys, scores):  # type: ignore[no-untyped-def]
-    """Apply a user's function to the scores, one key and all queries at a time."""
-    span, entry = NR * lanes(kind), pair // call.num_heads
+def add_mod(kind, call, function, pair, row, count, key, keys, scores):  # type: ignore[no-untyped-def]
+    """Apply a user's function to the scores, one key and all queries at a time.
+
+    What a bias of -inf has excluded stays so, whatever the function makes of it.
+    """
+    span, entry, head = NR * lanes(kind), pair // call.num_heads, pair % call.num_heads
     q_pos = load_int64(call.q_start + 8 * entry) + row
     kv_pos = load_int64(call.kv_start + 8 * entry) + key
+    status = np.int64(0)
     for j in range(keys):
-        line, head = scores + size(kind) * j * span, pair % call.num_heads
-        status = invoke(call.score_mod, line, entry, head, q_pos, kv_pos + j, count)
-        if status != 0:
-            longs_at(call.status, 1)[0] = FAILED
+        place = scores + size(kind) * j * span
+        line, excluded = numbers(kind, place, count), np.int64(0)
+        if call.bias:
+            for i in range(count):
+                excluded += line[i] == -np.inf
+        if excluded == 0:
+            status |= invoke(function, place, entry, head, q_pos, kv_pos + j, count)
+        elif excluded < count:
+            for i in range(count):
+                if line[i] != -np.inf:
+                    one = place + size(kind) * i
+                    status |= invoke(function, one, entry, head, q_pos + i, kv_pos + j, 1)
+    if status != 0:
+        longs_at(call.status, 1)[0] = FAILED
 
 
 @intrinsic
@@ -267,8 +280,8 @@ def invoke(context: Any, function: Any, target: Any, batch: Any, head: Any, q_po
 
 
 @separate
-def adjust(kind, call, pair, row, count, key, keys, scores, rows):  # type: ignore[no-untyped-def]
-    """Softcap, bias, ALiBi and score_mod on the scores of ``keys`` keys from ``key`` on."""
+def add_terms(kind, call, pair, row, count, key, keys, scores, rows):  # type: ignore[no-untyped-def]
+    """Softcap, bias and ALiBi on the scores of ``keys`` keys from ``key`` on."""
     span, entry = NR * lanes(kind), pair // call.num_heads
     if call.softcap > 0:
         soft_cap(kind, scores, keys * span, number(kind, call.softcap))
@@ -278,8 +291,14 @@ def adjust(kind, call, pair, row, count, key, keys, scores, rows):  # type: igno
         distance = load_int64(call.q_start + 8 * entry) + row
         distance -= load_int64(call.kv_start + 8 * entry) + key
         add_alibi(kind, call, pair, distance, count, keys, scores)
+
+
+@separate
+def adjust(kind, call, pair, row, count, key, keys, scores, rows):  # type: ignore[no-untyped-def]
+    """`add_terms`, then score_mod."""
+    add_terms(kind, call, pair, row, count, key, keys, scores, rows)
     if call.score_mod:
-        add_mod(kind, call, pair, row, count, key, keys, scores)
+        add_mod(kind, call, call.score_mod, pair, row, count, key, keys, scores)
 
 
 @inlined

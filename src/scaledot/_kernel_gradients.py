@@ -1,0 +1,233 @@
+"""Gradients by the kernels: deltas of rows, then query, key and value, then a bias."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Collection
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from scaledot import _arrays
+from scaledot._bridges import cpu
+from scaledot._derivatives import Grads
+from scaledot._kernels import backward, bias, gradient
+from scaledot._kernels.jit import Kernel
+from scaledot._kernels.kinds import SUBS
+from scaledot._kernels.pack import DTYPES
+from scaledot._kernels.simd import DOUBLE, SINGLE, Vectors
+from scaledot._kernels.target import HOST
+from scaledot._launch import Prepared, address, launch, memory, packed
+from scaledot._spec import Problem
+from scaledot._typing import Array
+
+
+class Passed(NamedTuple):
+    """What a backward pass is given, in normal form."""
+
+    out: Array  # (lead, num_heads, len_q, d_v), in order, of the problem's library
+    lse: Any  # (lead, num_heads, len_q) of NumPy, in order, in the accumulation dtype
+    grad_out: Array  # like out, any strides and dtype
+    delta: Any  # like lse: the gradient of lse, which becomes delta = rowsum(dO∘O) - dlse
+
+
+def passed_of(
+    problem: Problem, out: Array, lse: Array, grad_out: Array, grad_lse: Array | None
+) -> Passed:
+    """Arrays of the caller as the kernels read them; copies only where they must be."""
+    shape, numbers = problem.spec.scores_shape[:-1], cpu.numbers_of(problem.spec)
+    known = np.ascontiguousarray(_plain(lse), dtype=numbers).reshape(shape)
+    if grad_lse is None:
+        delta = np.zeros(shape, dtype=numbers)
+    else:
+        delta = np.array(_plain(grad_lse), dtype=numbers, order="C").reshape(shape)
+    wide = (*shape, problem.spec.d_v)
+    return Passed(_in_order(out).reshape(wide), known, _readable(grad_out).reshape(wide), delta)
+
+
+def _plain(x: Array) -> Any:
+    """An array or a tensor as NumPy's."""
+    return x if isinstance(x, np.ndarray) else x.detach().resolve_neg().numpy()
+
+
+def _in_order(x: Array) -> Array:
+    return np.ascontiguousarray(x) if isinstance(x, np.ndarray) else x.contiguous()
+
+
+def _readable(x: Array) -> Array:
+    """An array whose numbers the kernels can read where they lie."""
+    if isinstance(x, np.ndarray):
+        known = _arrays.dtype_name(x) in _arrays.FLOATS and x.dtype.isnative
+        return x if known else x.astype(np.float64)
+    x = x.resolve_neg()
+    return x.clone() if x._is_zerotensor() else x
+
+
+def in_library(x: Any, problem: Problem) -> Array:
+    """A result of NumPy in the library of a problem; integers of 16 bits are its bfloat16."""
+    numpy_problem = isinstance(problem.query, np.ndarray)
+    if not numpy_problem:
+        x = sys.modules["torch"].from_numpy(x)
+    return x.view(problem.query.dtype) if "int" in str(x.dtype) else x
+
+
+def run(problem: Problem, passed: Passed, wanted: Collection[str]) -> Grads:
+    """Gradients of the arguments named; ``passed.delta`` is then delta.
+
+    Each has its argument's shape in normal form. Those of key and value are in the argument's
+    dtype where nothing had to be added up afterwards, the others in the accumulation dtype.
+    """
+    found = _found(problem, passed, wanted)
+    return Grads(**{name: in_library(x, problem) for name, x in found.items()})
+
+
+def _found(problem: Problem, passed: Passed, wanted: Collection[str]) -> dict[str, Any]:
+    if not math.prod(problem.spec.scores_shape[:-1]) or not problem.spec.len_kv:
+        passed.delta[...] = 0
+        return _zeros(problem, wanted)
+    call = _Backward(problem, passed)
+    call.deltas()
+    found: dict[str, Any] = {}
+    if {"query", "key", "value", "alibi_slopes"} & set(wanted):
+        found |= call.operands(wanted)
+    if "bias" in wanted:
+        found["bias"] = call.bias()
+    return found
+
+
+def _zeros(problem: Problem, wanted: Collection[str]) -> dict[str, Any]:
+    terms, numbers = problem.terms, cpu.numbers_of(problem.spec)
+    arrays = Grads(problem.query, problem.key, problem.value, terms.bias, None, terms.slopes)
+    return {
+        name: np.zeros(tuple(x.shape), dtype=numbers)
+        for name, x in arrays._asdict().items() if name in wanted and x is not None
+    }  # fmt: skip
+
+
+class _Backward:
+    """Records of the launches of one backward pass."""
+
+    def __init__(self, problem: Problem, passed: Passed) -> None:
+        spec = self.spec = problem.spec
+        self.problem, self.passed = problem, passed
+        self.numbers = cpu.numbers_of(spec)
+        self.vectors: Vectors = DOUBLE if spec.dtype == "float64" else SINGLE
+        self.double = self.vectors is DOUBLE
+        self.range = gradient.range_of(self.vectors.size, spec.d_k, spec.d_v)
+        self.ranges = -(-spec.len_kv // self.range)
+        self.rows = SUBS * HOST.nr * self.vectors.lanes
+        self.blocks = -(-spec.len_q // self.rows)
+        out = memory(passed.out)
+        arrays = cpu.option_arrays(problem, out)
+        grad = memory(passed.grad_out)
+        arrays["grad_places"] = cpu.places_of(grad, (*spec.lead, spec.num_heads))
+        self.known = cpu.fields_of(problem, out)
+        self.keep = cpu.laid_out(arrays, self.known)
+        self.known |= {
+            "grad_out": address(passed.grad_out), "grad_row": grad.strides[-2],
+            "grad_column": grad.strides[-1], "grad_dtype": grad.dtype,
+            "delta": address(passed.delta),
+        }  # fmt: skip
+
+    def launch(self, kernel: Kernel, tasks: int, scratch: int, known: dict[str, Any]) -> None:
+        """Run a kernel on the arrays of this pass."""
+        work = math.prod(self.spec.scores_shape) * (self.spec.d_k + self.spec.d_v)
+        record = packed({**self.known, **known, "scratch_bytes": scratch})
+        call = Prepared(
+            kernel, record, self.keep, tasks, work < cpu.SMALL, scratch, (0, 0, 0), (), None
+        )
+        problem, terms = self.problem, self.problem.terms
+        launch(call, problem.query, problem.key, problem.value, terms.mask, terms.bias,
+               self.passed.out, self.passed.lse)  # fmt: skip
+
+    def deltas(self) -> None:
+        """Make delta of the gradients of lse."""
+        pairs = math.prod(self.spec.lead) * self.spec.num_heads
+        kernel = backward.deltas_double if self.double else backward.deltas_single
+        scratch = 2 * self.vectors.size * (self.spec.d_v + self.vectors.lanes)
+        self.launch(kernel, pairs * self.blocks, scratch, {})
+
+    def tiles(self, known: dict[str, Any]) -> dict[str, Any]:
+        """Add what the kernels that compute tiles need; mods are compiled."""
+        known["key_range"] = self.range
+        whole = {**self.known, **known}
+        self.keep = [self.keep, cpu.add_mods(self.problem, whole)]
+        return whole | cpu.option_functions(whole, self.vectors)
+
+    def scratch(self) -> int:
+        """Bytes of each worker that computes tiles."""
+        spec = self.spec
+        return gradient.room_bytes(
+            self.vectors.lanes, self.vectors.size, spec.d_k, spec.d_v, spec.len_q, self.range
+        )
+
+    def operands(self, wanted: Collection[str]) -> dict[str, Any]:
+        """Gradients of query, key, value and slopes."""
+        spec, problem = self.spec, self.problem
+        entries = math.prod(spec.lead)
+        # dK and dV are rounded in the kernel where each row is its argument's.
+        whole = all(tuple(x.shape[:-3]) == spec.lead for x in (problem.key, problem.value))
+        dtype = _numpy_dtype(spec.dtype) if whole else self.numbers
+        shapes = {
+            "query": (*spec.scores_shape[:-1], spec.d_k),
+            "key": (*spec.lead, spec.num_kv_heads, spec.len_kv, spec.d_k),
+            "value": (*spec.lead, spec.num_kv_heads, spec.len_kv, spec.d_v),
+        }
+        results: dict[str, Any] = {}
+        if "query" in wanted:
+            results["query"] = np.zeros(shapes["query"], dtype=self.numbers)
+        for name in {"key", "value"} & set(wanted):
+            results[name] = np.empty(shapes[name], dtype=dtype)
+        if "alibi_slopes" in wanted:
+            results["alibi_slopes"] = np.zeros((entries, spec.num_heads, self.ranges))
+        progress = np.zeros(entries * spec.num_heads * self.blocks, dtype=np.int64)
+        known = {
+            "dq": address(results.get("query")), "dk": address(results.get("key")),
+            "dv": address(results.get("value")), "progress": address(progress),
+            "slope_sums": address(results.get("alibi_slopes")),
+            "out_dtype": DTYPES["float16" if dtype == np.float16 else spec.dtype if whole
+                                else self.numbers.name],
+        }  # fmt: skip
+        kernel = backward.pull_double if self.double else backward.pull_single
+        tasks = entries * spec.num_kv_heads * self.ranges
+        self.launch(kernel, tasks, self.scratch(), self.tiles(known))
+        return {name: self._summed(name, x) for name, x in results.items()}
+
+    def _summed(self, name: str, x: Any) -> Any:
+        """A gradient summed over the axes along which its argument is broadcast."""
+        if name == "alibi_slopes":
+            shape = tuple(self.problem.terms.slopes.shape)  # type: ignore[union-attr]
+            return x.sum(axis=(0, 2)).astype(self.numbers).reshape(shape)
+        argument = getattr(self.problem, name)
+        axes = tuple(
+            i for i, n in enumerate(argument.shape[:-3]) if n == 1 and x.shape[i] != 1
+        )
+        return x.sum(axis=axes, keepdims=True) if axes else x
+
+    def bias(self) -> Any:
+        """Gradient of the bias, in its own shape."""
+        spec, given = self.spec, self.problem.terms.bias
+        assert given is not None
+        lead, (rows, columns) = tuple(given.shape[:-2]), given.shape[-2:]
+        groups = math.prod(lead)
+        apart = self.ranges if columns == 1 else 1
+        sums = np.zeros((groups, apart, rows, columns), dtype=self.numbers)
+        numbered = np.broadcast_to(
+            np.arange(groups).reshape(lead), (*spec.lead, spec.num_heads)
+        ).reshape(-1)
+        members = np.argsort(numbered, kind="stable").astype(np.int64)
+        starts = np.zeros(groups + 1, dtype=np.int64)
+        np.cumsum(np.bincount(numbered, minlength=groups), out=starts[1:])
+        known = {
+            "bias_sums": address(sums), "bias_rows": rows, "bias_columns": columns,
+            "members": address(members), "member_starts": address(starts), "num_groups": groups,
+        }  # fmt: skip
+        kernel = bias.bias_double if self.double else bias.bias_single
+        self.launch(kernel, groups * self.ranges, self.scratch(), self.tiles(known))
+        return sums.sum(axis=1).reshape(given.shape)
+
+
+def _numpy_dtype(name: str) -> Any:
+    """Dtype of NumPy of that many bits; bfloat16 is held as integers."""
+    return np.dtype(np.uint16 if name == "bfloat16" else name)

@@ -1,0 +1,307 @@
+"""Backward kernel: a range of keys of one key head at a time, over all queries that see them.
+
+The algorithm is FlashAttention's (arXiv 2307.08691, algorithm 2). A task owns its rows of dK and
+dV. To dQ many tasks add, each to a block of queries when those before it have: the sum has one
+order, whatever the number of threads. Tasks are handed out in that order, and one that waits waits
+for tasks that are being worked on.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from scaledot._kernels import atomics
+from scaledot._kernels.call import read
+from scaledot._kernels.forward import accumulate, accumulate_1, accumulate_2, accumulate_3
+from scaledot._kernels.gradient import (
+    gradient_tile,
+    load_block,
+    load_range,
+    room_of,
+    tile_range,
+    wide_of,
+)
+from scaledot._kernels.jit import inlined, kernel, separate
+from scaledot._kernels.kinds import (
+    BLOCK_KV,
+    SUBS,
+    Double,
+    Single,
+    lanes,
+    number,
+    numbers,
+    size,
+)
+from scaledot._kernels.layout import MR, NR
+from scaledot._kernels.pack import (
+    FLOAT32,
+    fetch_add,
+    load_byte,
+    load_int64,
+    numbers_to_row,
+    row_to_numbers,
+    transpose,
+)
+from scaledot._kernels.rows import row_product
+from scaledot._kernels.tile import EMPTY, end_key, first_key
+
+SPINS = 4096  # pauses before a thread that waits lets others have its processor
+NAP = 20_000  # nanoseconds
+
+
+@separate
+def add_outer(kind, weights, rows, d_wide, first, last, count, total, ones):  # type: ignore[no-untyped-def]
+    """total[first:last] += weights · rows over ``count`` queries (dV += Pᵀ dO, dK += dSᵀ Q)."""
+    span, lane = NR * lanes(kind), lanes(kind)
+    left, done = d_wide // lane, np.int64(0)
+    while left > 0:
+        # Never a last step of one vector where two of two will do.
+        n = NR if left >= NR and left != NR + 1 else (NR - 1 if left >= NR - 1 else 1)
+        for j in range(first, last, MR):
+            a = weights + size(kind) * j * span
+            b = rows + size(kind) * done * lane
+            c = total + size(kind) * (j * d_wide + done * lane)
+            if n == NR:
+                accumulate_3(kind, a, span, 1, b, d_wide, count, c, d_wide, ones)
+            elif n == 1:
+                accumulate_1(kind, a, span, 1, b, d_wide, count, c, d_wide, ones)
+            else:
+                accumulate_2(kind, a, span, 1, b, d_wide, count, c, d_wide, ones)
+        done += n
+        left -= n
+
+
+@separate
+def add_odd_grads(kind, call, room, pair, sub, row, first, last, count, total):  # type: ignore[no-untyped-def]
+    """Bring nan and infinities of dO to the values that their rows see."""
+    span, wide = NR * lanes(kind), wide_of(kind, call.d_v)
+    given = numbers(kind, room.rows, call.d_v)
+    source = call.grad_out + load_int64(call.grad_places + 8 * pair)
+    for i in range(count):
+        if not load_byte(room.odd + sub * span + i):
+            continue
+        row_to_numbers(
+            kind, source + (row + i) * call.grad_row, call.grad_column, call.d_v, call.grad_dtype,
+            room.rows,
+        )  # fmt: skip
+        for j in range(first, last):
+            weight = numbers(kind, room.scores + size(kind) * j * span, span)[i]
+            if weight != 0:
+                line = numbers(kind, total + size(kind) * j * wide, call.d_v)
+                for c in range(call.d_v):
+                    if not np.isfinite(given[c]):
+                        line[c] += weight * given[c]
+
+
+@separate
+def pull_tile(kind, call, room, pair, sub, row, count, tile, low, high, seen, start, clean, odd):  # type: ignore[no-untyped-def]
+    """Add what one tile gives to dQ, dK and dV (algorithm 2, lines 12 to 16)."""
+    span, nr = NR * lanes(kind), -(-count // lanes(kind))
+    k_wide, v_wide = wide_of(kind, call.d_k), wide_of(kind, call.d_v)
+    first, last = gradient_tile(
+        kind, call, room, pair, sub, row, count, tile, low, high, seen, start
+    )
+    below = size(kind) * (tile - start)
+    if call.dv:
+        total = room.dv + below * v_wide
+        rows = room.grads + size(kind) * sub * span * v_wide
+        add_outer(kind, room.scores, rows, v_wide, first, last, count, total, room.ones)
+        if odd:
+            add_odd_grads(kind, call, room, pair, sub, row, first, last, count, total)
+    if call.dk:
+        rows = room.queries + size(kind) * sub * span * k_wide
+        add_outer(
+            kind, room.products, rows, k_wide, first, last, count, room.dk + below * k_wide,
+            room.ones,
+        )  # fmt: skip
+    if call.dq:
+        accumulate(
+            kind, call.d_k, nr, room.products, clean + below * k_wide, k_wide, first, last,
+            room.dq + size(kind) * sub * k_wide * span, room.ones,
+        )  # fmt: skip
+
+
+@separate
+def wait_for(progress, share):  # type: ignore[no-untyped-def]
+    """Return when all shares before this one have been added."""
+    spins = 0
+    while True:
+        done = atomics.load(progress)
+        if done == share:
+            return
+        spins += 1
+        if spins < SPINS:
+            atomics.pause()
+        else:
+            atomics.sleep(progress, done, NAP)
+
+
+@separate
+def add_dq(kind, call, room, pair, first_row, count):  # type: ignore[no-untyped-def]
+    """Add a block's share to dQ, turned over and scaled."""
+    span, lane, k_wide = NR * lanes(kind), lanes(kind), wide_of(kind, call.d_k)
+    scale = number(kind, call.scale)
+    for first in range(0, count, lane):
+        sub, inside = first // span, first % span
+        source = room.dq + size(kind) * (sub * k_wide * span + inside)
+        for c in range(0, k_wide, lane):
+            transpose(
+                kind, source + size(kind) * c * span, span, room.rows + size(kind) * c, k_wide
+            )
+        for i in range(min(lane, count - first)):
+            share = numbers(kind, room.rows + size(kind) * i * k_wide, call.d_k)
+            place = (pair * call.len_q + first_row + first + i) * call.d_k
+            total = numbers(kind, call.dq + size(kind) * place, call.d_k)
+            for c in range(call.d_k):
+                total[c] += scale * share[c]
+
+
+@separate
+def pull_block(kind, call, room, pair, block, start, end, clean):  # type: ignore[no-untyped-def]
+    """All that one block of queries gives to a range of keys, and the range to its dQ."""
+    span = NR * lanes(kind)
+    entry, row = pair // call.num_heads, block * SUBS * span
+    count = min(SUBS * span, load_int64(call.q_count + 8 * entry) - row)
+    if count <= 0:
+        return 0
+    low, high = first_key(call, entry, row), end_key(call, entry, row + count - 1)
+    if high <= start or low >= end or low >= high:
+        return 0
+    odd = load_block(kind, call, room, pair, row, count)
+    subs, k_wide = -(-count // span), wide_of(kind, call.d_k)
+    numbers(kind, room.dq, subs * k_wide * span)[:] = 0
+    for tile in range(max(start, low // BLOCK_KV * BLOCK_KV), min(end, high), BLOCK_KV):
+        for sub in range(subs):
+            some = min(span, count - sub * span)
+            first, last, seen = tile_range(kind, call, room, pair, row + sub * span, some, tile)
+            if first < last and seen != EMPTY:
+                pull_tile(
+                    kind, call, room, pair, sub, row + sub * span, some, tile, first, last, seen,
+                    start, clean, odd,
+                )  # fmt: skip
+    if call.dq:
+        blocks = -(-call.len_q // (SUBS * span))
+        share = start // call.key_range - low // call.key_range
+        progress = call.progress + 8 * (pair * blocks + block)
+        wait_for(progress, share)
+        add_dq(kind, call, room, pair, row, count)
+        atomics.store(progress, share + 1)
+    return count * (min(end, high) - max(start, low))
+
+
+@inlined
+def item_of(kind, call):  # type: ignore[no-untyped-def]
+    """Bytes of a number of the dtype of results."""
+    return 8 if size(kind) == 8 else (4 if call.out_dtype == FLOAT32 else 2)
+
+
+@separate
+def store_range(kind, call, source, wide, d, scale, target, count):  # type: ignore[no-untyped-def]
+    """Write rows of dK or dV, scaled, in the dtype of the result."""
+    item = item_of(kind, call)
+    factor = number(kind, scale)
+    for j in range(count):
+        row = source + size(kind) * j * wide
+        line = numbers(kind, row, d)
+        for c in range(d):
+            line[c] *= factor
+        numbers_to_row(kind, row, d, call.out_dtype, target + item * j * d)
+
+
+@inlined
+def pull(kind, address, worker, budget):  # type: ignore[no-untyped-def]
+    """Take ranges of keys from the shared counter until none is left."""
+    call = read(address)
+    room = room_of(kind, call, worker)
+    kv_heads = call.num_heads // call.group_size
+    ranges = -(-call.len_kv // call.key_range)
+    blocks = -(-call.len_q // (SUBS * NR * lanes(kind)))
+    k_wide, v_wide = wide_of(kind, call.d_k), wide_of(kind, call.d_v)
+    item = item_of(kind, call)
+    numbers(kind, room.ones, NR * lanes(kind))[:] = 1
+    while budget > 0:
+        task = fetch_add(call.counter, 1)
+        if task >= call.num_entries * kv_heads * ranges:
+            return 0
+        key_pair, start = task // ranges, task % ranges * call.key_range
+        count, scores = min(call.key_range, call.len_kv - start), np.int64(0)
+        clean = load_range(kind, call, room, key_pair, start, count)
+        rows = -(-count // BLOCK_KV) * BLOCK_KV
+        numbers(kind, room.dk, rows * k_wide)[:] = 0
+        numbers(kind, room.dv, rows * v_wide)[:] = 0
+        head = key_pair % kv_heads * call.group_size
+        for g in range(call.group_size):
+            pair = key_pair // kv_heads * call.num_heads + head + g
+            for block in range(blocks):
+                scores += pull_block(kind, call, room, pair, block, start, start + count, clean)
+        place = item * (key_pair * call.len_kv + start)
+        if call.dk:
+            store_range(
+                kind, call, room.dk, k_wide, call.d_k, call.scale, call.dk + place * call.d_k, count
+            )
+        if call.dv:
+            store_range(
+                kind, call, room.dv, v_wide, call.d_v, 1.0, call.dv + place * call.d_v, count
+            )
+        budget -= (scores + 1) * 5 * (call.d_k + call.d_v + 1) // 2
+    return 1
+
+
+@inlined
+def row_deltas(kind, address, worker, budget):  # type: ignore[no-untyped-def]
+    """Delta = rowsum(dO∘O) of every row (algorithm 2, line 4), blocks from the shared counter.
+
+    ``delta`` holds the gradient of lse, which is taken off.
+    """
+    call = read(address)
+    lane = lanes(kind)
+    wide = -(-max(1, call.d_v) // lane) * lane
+    mine = call.scratch + worker * call.scratch_bytes
+    other = mine + size(kind) * wide
+    numbers(kind, mine, 2 * wide)[:] = 0
+    step, item = SUBS * NR * lane, item_of(kind, call)
+    blocks = -(-call.len_q // step)
+    while budget > 0:
+        task = fetch_add(call.counter, 1)
+        if task >= call.num_entries * call.num_heads * blocks:
+            return 0
+        pair, row = task // blocks, task % blocks * step
+        count = min(step, load_int64(call.q_count + 8 * (pair // call.num_heads)) - row)
+        grad = call.grad_out + load_int64(call.grad_places + 8 * pair)
+        out = call.out + load_int64(call.out_places + 8 * pair)
+        delta = numbers(kind, call.delta + size(kind) * (pair * call.len_q + row), max(0, count))
+        for i in range(count):
+            row_to_numbers(
+                kind, grad + (row + i) * call.grad_row, call.grad_column, call.d_v,
+                call.grad_dtype, mine,
+            )  # fmt: skip
+            row_to_numbers(
+                kind, out + (row + i) * call.out_row, item, call.d_v, call.out_dtype, other
+            )
+            delta[i] = row_product(kind, mine, other, wide) - delta[i]
+        budget -= step * call.d_v
+    return 1
+
+
+@kernel
+def pull_single(call, worker, budget):  # type: ignore[no-untyped-def]
+    """Backward pass in float32."""
+    return pull(Single(0), call, worker, budget)
+
+
+@kernel
+def pull_double(call, worker, budget):  # type: ignore[no-untyped-def]
+    """Backward pass in float64."""
+    return pull(Double(0), call, worker, budget)
+
+
+@kernel
+def deltas_single(call, worker, budget):  # type: ignore[no-untyped-def]
+    """`row_deltas` in float32."""
+    return row_deltas(Single(0), call, worker, budget)
+
+
+@kernel
+def deltas_double(call, worker, budget):  # type: ignore[no-untyped-def]
+    """`row_deltas` in float64."""
+    return row_deltas(Double(0), call, worker, budget)

@@ -1,0 +1,266 @@
+"""Gradients of the scores of one tile, for the kernels that sum them up.
+
+A task holds `keys_of` keys of one head, copied, and meets all blocks of queries that see them.
+For each tile ``P = exp(S - lse)`` is computed anew and ``dS = P∘(D∘(V dOᵀ) - delta)``, keys ×
+queries as in the forward kernel (arXiv 2307.08691, algorithm 2, lines 11 to 14).
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from scaledot._kernels.call import ask
+from scaledot._kernels.forward import score_tile
+from scaledot._kernels.jit import inlined, separate
+from scaledot._kernels.kinds import BLOCK_KV, SUBS, lanes, numbers, size
+from scaledot._kernels.layout import LINE, MR, NR, up
+from scaledot._kernels.pack import (
+    all_finite,
+    fill_panel,
+    fill_rows,
+    fill_values,
+    load_int64,
+)
+from scaledot._kernels.softmax import weigh_back
+from scaledot._kernels.tile import class_of_tile, clip, end_key, first_key, multiply
+
+CACHE = 2**19  # bytes for keys, values and their gradients: half a second-level cache
+MOST_KEYS = 1024
+
+
+def range_of(number: int, d_k: int, d_v: int) -> int:
+    """Keys of a task, by their widths: a multiple of a tile."""
+    fitting = CACHE // (2 * number * max(1, d_k + d_v)) // BLOCK_KV * BLOCK_KV
+    return min(max(BLOCK_KV, fitting), MOST_KEYS)
+
+
+class Room(NamedTuple):
+    """Addresses of one worker's arrays, in the kind's numbers where nothing else is said."""
+
+    keys: int  # (range, k_wide)
+    clean_keys: int  # the same with nan and infinities as 0; only used where there are any
+    values: int  # (range, v_wide)
+    dk: int  # (range, k_wide)
+    dv: int  # (range, v_wide)
+    panels: int  # (SUBS, k_wide, span): queries, turned over
+    grad_panels: int  # (SUBS, v_wide, span): dO, turned over
+    queries: int  # (SUBS · span, k_wide)
+    grads: int  # (SUBS · span, v_wide): dO
+    dq: int  # (SUBS, k_wide, span): turned over
+    lse: int  # (SUBS · span,)
+    delta: int  # (SUBS · span,)
+    work: int  # (BLOCK_KV + lanes, span): scores before score_mod
+    raw: int  # the same: scores before every option
+    products: int  # the same: dO Vᵀ, later the gradients of scores
+    scores: int  # the same, later the weights
+    top: int  # (span,)
+    ones: int  # (span,)
+    rows: int  # (lanes, widest row)
+    odd: int  # bytes (SUBS · span,): dO holds nan or inf
+    odd_keys: int  # bytes (range,)
+    seen: int  # bytes (BLOCK_KV + lanes, span)
+    row_keys: int  # uint32 (2, span)
+
+
+def room_sizes(
+    lane: int, number: int, d_k: int, d_v: int, rows: int, keys: int
+) -> tuple[int, ...]:
+    """Bytes of each array of `Room`, for blocks of ``rows`` queries at most."""
+    span, subs, step = NR * lane, min(SUBS, max(1, -(-rows // (NR * lane)))), max(lane, MR)
+    k_wide, v_wide = -(-max(1, d_k) // step) * step, -(-max(1, d_v) // step) * step
+    tile = number * (BLOCK_KV + lane) * span
+    wide = max(k_wide, v_wide, BLOCK_KV)
+    return (
+        number * keys * k_wide, number * keys * k_wide, number * keys * v_wide,
+        number * keys * k_wide, number * keys * v_wide, number * subs * k_wide * span,
+        number * subs * v_wide * span, number * subs * span * k_wide,
+        number * subs * span * v_wide, number * subs * k_wide * span, number * subs * span,
+        number * subs * span, tile, tile, tile, tile, number * span, number * span,
+        number * lane * wide, subs * span, keys, (BLOCK_KV + lane) * span, 8 * span,
+    )  # fmt: skip
+
+
+def room_bytes(lane: int, number: int, d_k: int, d_v: int, rows: int, keys: int) -> int:
+    """Bytes of a worker's scratch memory, a multiple of a cache line."""
+    sizes = room_sizes(lane, number, d_k, d_v, rows, keys)
+    return sum(-(-n // LINE) * LINE for n in sizes) + LINE
+
+
+_sizes = inlined(room_sizes)
+
+
+@inlined
+def room_of(kind, call, worker):  # type: ignore[no-untyped-def]
+    """Addresses in the scratch memory of one worker."""
+    s = _sizes(lanes(kind), size(kind), call.d_k, call.d_v, call.len_q, call.key_range)
+    keys = up(call.scratch + worker * call.scratch_bytes)
+    clean_keys = keys + up(s[0])
+    values = clean_keys + up(s[1])
+    dk = values + up(s[2])
+    dv = dk + up(s[3])
+    panels = dv + up(s[4])
+    grad_panels = panels + up(s[5])
+    queries = grad_panels + up(s[6])
+    grads = queries + up(s[7])
+    dq = grads + up(s[8])
+    lse = dq + up(s[9])
+    delta = lse + up(s[10])
+    work = delta + up(s[11])
+    raw = work + up(s[12])
+    products = raw + up(s[13])
+    scores = products + up(s[14])
+    top = scores + up(s[15])
+    ones = top + up(s[16])
+    rows = ones + up(s[17])
+    odd = rows + up(s[18])
+    odd_keys = odd + up(s[19])
+    seen = odd_keys + up(s[20])
+    return Room(
+        keys, clean_keys, values, dk, dv, panels, grad_panels, queries, grads, dq, lse, delta,
+        work, raw, products, scores, top, ones, rows, odd, odd_keys, seen, seen + up(s[21]),
+    )  # fmt: skip
+
+
+@inlined
+def wide_of(kind, d):  # type: ignore[no-untyped-def]
+    """A width, rounded up to full vectors and rows of the micro-kernel."""
+    step = max(lanes(kind), MR)
+    return -(-max(1, d) // step) * step
+
+
+@separate
+def load_range(kind, call, room, key_pair, start, count):  # type: ignore[no-untyped-def]
+    """Copy ``count`` keys and values from ``start`` on; return where keys without nan are."""
+    k_wide, v_wide = wide_of(kind, call.d_k), wide_of(kind, call.d_v)
+    rows = -(-count // BLOCK_KV) * BLOCK_KV
+    key = call.key + load_int64(call.k_places + 8 * key_pair) + start * call.k_row
+    value = call.value + load_int64(call.v_places + 8 * key_pair) + start * call.v_row
+    fill_rows(
+        kind, key, call.k_row, call.k_column, call.dtype, count, call.d_k, rows, k_wide, room.keys
+    )
+    fill_rows(
+        kind, value, call.v_row, call.v_column, call.dtype, count, call.d_v, rows, v_wide,
+        room.values,
+    )  # fmt: skip
+    if all_finite(kind, room.keys, size(kind) * k_wide, rows, k_wide):
+        return room.keys
+    fill_values(
+        kind, key, call.k_row, call.k_column, call.dtype, count, rows, call.d_k, k_wide,
+        room.clean_keys, room.odd_keys, room.rows,
+    )  # fmt: skip
+    return room.clean_keys
+
+
+@separate
+def load_block(kind, call, room, pair, first_row, count):  # type: ignore[no-untyped-def]
+    """Load a block of queries with what is known of them; return how many dO are odd."""
+    span, lane = NR * lanes(kind), lanes(kind)
+    k_wide, v_wide = wide_of(kind, call.d_k), wide_of(kind, call.d_v)
+    query = call.query + load_int64(call.q_places + 8 * pair) + first_row * call.q_row
+    grad = call.grad_out + load_int64(call.grad_places + 8 * pair) + first_row * call.grad_row
+    fill_values(
+        kind, query, call.q_row, call.q_column, call.dtype, count, count, call.d_k, k_wide,
+        room.queries, room.odd, room.rows,
+    )  # fmt: skip
+    odd = fill_values(
+        kind, grad, call.grad_row, call.grad_column, call.grad_dtype, count, count, call.d_v,
+        v_wide, room.grads, room.odd, room.rows,
+    )  # fmt: skip
+    for sub in range(-(-count // span)):
+        some = min(span, count - sub * span)
+        columns = -(-some // lane) * lane
+        fill_panel(
+            kind, query + sub * span * call.q_row, call.q_row, call.q_column, call.dtype, some,
+            call.d_k, columns, span, room.rows,
+            room.panels + size(kind) * sub * (-(-max(1, call.d_k) // lane) * lane) * span,
+        )  # fmt: skip
+        fill_panel(
+            kind, grad + sub * span * call.grad_row, call.grad_row, call.grad_column,
+            call.grad_dtype, some, call.d_v, columns, span, room.rows,
+            room.grad_panels + size(kind) * sub * v_wide * span,
+        )  # fmt: skip
+    blocks = -(-count // span) * span
+    lse, delta = numbers(kind, room.lse, blocks), numbers(kind, room.delta, blocks)
+    place = size(kind) * (pair * call.len_q + first_row)
+    given, deltas = numbers(kind, call.lse + place, count), numbers(kind, call.delta + place, count)
+    lse[count:] = 0
+    delta[count:] = 0
+    for i in range(count):
+        # An infinite lse stands for an infinite score: the weights of its row are not known.
+        lse[i] = given[i] if given[i] != np.inf else np.nan
+        delta[i] = deltas[i]
+        if given[i] == -np.inf:
+            lse[i] = 0
+            delta[i] = 0
+    return odd
+
+
+@inlined
+def chains(call):  # type: ignore[no-untyped-def]
+    """Whether scores depend on the products by more than the scale, or their terms count."""
+    return call.chain != 0
+
+
+@separate
+def gradient_tile(kind, call, room, pair, sub, row, count, tile, low, high, seen, start):  # type: ignore[no-untyped-def]
+    """Weights and gradients of scores of one tile; return the first key and one past the last.
+
+    ``start`` is the first key of the range, of which the tile is a part. Of the gradients, those
+    by the terms that were added to scores are summed, and then turned into those by products.
+    """
+    span, lane, nr = NR * lanes(kind), lanes(kind), -(-count // lanes(kind))
+    k_wide, v_wide = wide_of(kind, call.d_k), wide_of(kind, call.d_v)
+    keys = room.keys + size(kind) * (tile - start) * k_wide
+    last = score_tile(
+        kind, call, room, pair, sub, row, count, tile, low, high, seen, keys, k_wide
+    )
+    first = low // MR * MR
+    begin = size(kind) * first * span
+    values = room.values + size(kind) * (tile - start) * v_wide
+    multiply(
+        kind, max(1, call.d_v), 1.0, nr, values, v_wide,
+        room.grad_panels + size(kind) * sub * v_wide * span, first, last, room.products, room.top,
+    )  # fmt: skip
+    if call.threshold:
+        ask(
+            call.drop, call.address, pair, row, tile + first, last - first, room.row_keys,
+            room.products + begin, 0,
+        )  # fmt: skip
+    for c in range(nr):
+        column = size(kind) * c * lane
+        place = size(kind) * (sub * span + c * lane)
+        weigh_back(
+            kind, room.scores + begin + column, span, last - first, room.lse + place,
+            room.delta + place, room.products + begin + column,
+        )  # fmt: skip
+    if call.threshold:
+        ask(
+            call.drop, call.address, pair, row, tile + first, last - first, room.row_keys,
+            room.scores + begin, 0,
+        )  # fmt: skip
+    if chains(call):
+        multiply(
+            kind, max(1, call.d_k), call.scale, nr, keys, k_wide,
+            room.panels + size(kind) * sub * (-(-max(1, call.d_k) // lane) * lane) * span,
+            first, last, room.raw, room.top,
+        )  # fmt: skip
+        ask(
+            call.chain, call.address, pair, row, count, tile + first, last - first,
+            room.raw + begin, room.rows,
+        )  # fmt: skip
+    return first, last
+
+
+@inlined
+def tile_range(kind, call, room, pair, row, count, tile):  # type: ignore[no-untyped-def]
+    """Keys low..high of a tile that a block of queries may see, and the tile's class."""
+    entry = pair // call.num_heads
+    low = clip(first_key(call, entry, row) - tile, 0, BLOCK_KV)
+    high = clip(end_key(call, entry, row + count - 1) - tile, 0, BLOCK_KV)
+    if low >= high:
+        return low, high, 0
+    return low, high, class_of_tile(
+        call, pair, row, count, tile + low, high - low, room.seen, room.row_keys
+    )
