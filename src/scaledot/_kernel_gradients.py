@@ -43,7 +43,8 @@ def passed_of(
     else:
         delta = np.array(_plain(grad_lse), dtype=numbers, order="C").reshape(shape)
     wide = (*shape, problem.spec.d_v)
-    return Passed(_in_order(out).reshape(wide), known, _readable(grad_out).reshape(wide), delta)
+    grad_out = _readable(grad_out, out if problem.spec.dtype == "bfloat16" else None)
+    return Passed(_in_order(out).reshape(wide), known, grad_out.reshape(wide), delta)
 
 
 def _plain(x: Array) -> Any:
@@ -55,12 +56,13 @@ def _in_order(x: Array) -> Array:
     return np.ascontiguousarray(x) if isinstance(x, np.ndarray) else x.contiguous()
 
 
-def _readable(x: Array) -> Array:
-    """An array whose numbers the kernels can read where they lie."""
+def _readable(x: Array, like: Array | None) -> Array:
+    """An array whose numbers the kernels can read where they lie; of a dtype, if one is given."""
     if isinstance(x, np.ndarray):
         known = _arrays.dtype_name(x) in _arrays.FLOATS and x.dtype.isnative
-        return x if known else x.astype(np.float64)
-    x = x.resolve_neg()
+        x = x if known else x.astype(np.float64)
+        return x if like is None else x.astype(like.dtype, copy=False)
+    x = x.resolve_neg() if like is None else x.resolve_neg().to(like.dtype)
     return x.clone() if x._is_zerotensor() else x
 
 
@@ -190,6 +192,8 @@ class _Backward:
                                 else self.numbers.name],
         }  # fmt: skip
         kernel = backward.pull_double if self.double else backward.pull_single
+        if spec.dtype == "bfloat16" and HOST.bf16:
+            kernel = backward.pull_pairs
         tasks = entries * spec.num_kv_heads * self.ranges
         self.launch(kernel, tasks, self.scratch(), self.tiles(known))
         return {name: self._summed(name, x) for name, x in results.items()}

@@ -26,7 +26,9 @@ from scaledot._kernels.kinds import (
     BLOCK_KV,
     SUBS,
     Double,
+    Pairs,
     Single,
+    has_pairs,
     lanes,
     number,
     numbers,
@@ -52,21 +54,22 @@ NAP = 20_000  # nanoseconds
 @separate
 def add_outer(kind, weights, rows, d_wide, first, last, count, total, ones):  # type: ignore[no-untyped-def]
     """total[first:last] += weights · rows over ``count`` queries (dV += Pᵀ dO, dK += dSᵀ Q)."""
-    span, lane = NR * lanes(kind), lanes(kind)
+    span, lane, half = NR * lanes(kind), lanes(kind), 1 + has_pairs(kind)
+    lda, depth = span // half, -(-count // half)
     left, done = d_wide // lane, np.int64(0)
     while left > 0:
         # Never a last step of one vector where two of two will do.
         n = NR if left >= NR and left != NR + 1 else (NR - 1 if left >= NR - 1 else 1)
         for j in range(first, last, MR):
-            a = weights + size(kind) * j * span
+            a = weights + size(kind) * j * lda
             b = rows + size(kind) * done * lane
             c = total + size(kind) * (j * d_wide + done * lane)
             if n == NR:
-                accumulate_3(kind, a, span, 1, b, d_wide, count, c, d_wide, ones)
+                accumulate_3(kind, a, lda, 1, b, d_wide, depth, c, d_wide, ones)
             elif n == 1:
-                accumulate_1(kind, a, span, 1, b, d_wide, count, c, d_wide, ones)
+                accumulate_1(kind, a, lda, 1, b, d_wide, depth, c, d_wide, ones)
             else:
-                accumulate_2(kind, a, span, 1, b, d_wide, count, c, d_wide, ones)
+                accumulate_2(kind, a, lda, 1, b, d_wide, depth, c, d_wide, ones)
         done += n
         left -= n
 
@@ -99,24 +102,25 @@ def pull_tile(kind, call, room, pair, sub, row, count, tile, low, high, seen, st
     span, nr = NR * lanes(kind), -(-count // lanes(kind))
     k_wide, v_wide = wide_of(kind, call.d_k), wide_of(kind, call.d_v)
     first, last = gradient_tile(
-        kind, call, room, pair, sub, row, count, tile, low, high, seen, start
+        kind, call, room, pair, sub, row, count, tile, low, high, seen, start, odd
     )
-    below = size(kind) * (tile - start)
+    below, half = size(kind) * (tile - start), 1 + has_pairs(kind)
+    weights = room.weights_16 if has_pairs(kind) else room.scores
+    products = room.grads_16 if has_pairs(kind) else room.products
     if call.dv:
         total = room.dv + below * v_wide
-        rows = room.grads + size(kind) * sub * span * v_wide
-        add_outer(kind, room.scores, rows, v_wide, first, last, count, total, room.ones)
+        rows = room.grads + size(kind) * (sub * span // half) * v_wide
+        add_outer(kind, weights, rows, v_wide, first, last, count, total, room.ones)
         if odd:
             add_odd_grads(kind, call, room, pair, sub, row, first, last, count, total)
     if call.dk:
-        rows = room.queries + size(kind) * sub * span * k_wide
-        add_outer(
-            kind, room.products, rows, k_wide, first, last, count, room.dk + below * k_wide,
-            room.ones,
-        )  # fmt: skip
+        rows = room.queries + size(kind) * (sub * span // half) * k_wide
+        total = room.dk + below * k_wide
+        add_outer(kind, products, rows, k_wide, first, last, count, total, room.ones)
     if call.dq:
+        products = room.grad_pairs if has_pairs(kind) else room.products
         accumulate(
-            kind, call.d_k, nr, room.products, clean + below * k_wide, k_wide, first, last,
+            kind, call.d_k, nr, products, clean + below // half * k_wide, k_wide, first, last,
             room.dq + size(kind) * sub * k_wide * span, room.ones,
         )  # fmt: skip
 
@@ -287,6 +291,12 @@ def row_deltas(kind, address, worker, budget):  # type: ignore[no-untyped-def]
 def pull_single(call, worker, budget):  # type: ignore[no-untyped-def]
     """Backward pass in float32."""
     return pull(Single(0), call, worker, budget)
+
+
+@kernel
+def pull_pairs(call, worker, budget):  # type: ignore[no-untyped-def]
+    """Backward pass with products of bfloat16."""
+    return pull(Pairs(0), call, worker, budget)
 
 
 @kernel

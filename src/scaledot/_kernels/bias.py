@@ -78,8 +78,9 @@ def bias_block(kind, call, room, pair, block, start, end, total):  # type: ignor
             first, last, seen = tile_range(kind, call, room, pair, here, some, tile)
             if first < last and seen != EMPTY:
                 first, last = gradient_tile(
-                    kind, call, room, pair, sub, here, some, tile, first, last, seen, start
-                )
+                    kind, call, room, pair, sub, here, some, tile, first, last, seen, start,
+                    0,
+                )  # fmt: skip
                 if call.bias_rows > 1 and call.bias_columns > 1:
                     add_square(kind, call, room, total, here, some, tile, first, last)
                 else:

@@ -14,7 +14,7 @@ import numpy as np
 from scaledot._kernels.call import ask
 from scaledot._kernels.forward import score_tile
 from scaledot._kernels.jit import inlined, separate
-from scaledot._kernels.kinds import BLOCK_KV, SUBS, lanes, numbers, size
+from scaledot._kernels.kinds import BLOCK_KV, SUBS, has_pairs, lanes, numbers, size
 from scaledot._kernels.layout import LINE, MR, NR, up
 from scaledot._kernels.pack import (
     all_finite,
@@ -23,7 +23,7 @@ from scaledot._kernels.pack import (
     fill_values,
     load_int64,
 )
-from scaledot._kernels.softmax import weigh_back
+from scaledot._kernels.softmax import round_back, weigh_back, weigh_back_pairs
 from scaledot._kernels.tile import class_of_tile, clip, end_key, first_key, multiply
 
 CACHE = 2**19  # bytes for keys, values and their gradients: half a second-level cache
@@ -39,15 +39,15 @@ def range_of(number: int, d_k: int, d_v: int) -> int:
 class Room(NamedTuple):
     """Addresses of one worker's arrays, in the kind's numbers where nothing else is said."""
 
-    keys: int  # (range, k_wide)
-    clean_keys: int  # the same with nan and infinities as 0; only used where there are any
-    values: int  # (range, v_wide)
+    keys: int  # (range, k_wide); for Pairs two numbers in one
+    clean_keys: int  # the same with nan and infinities as 0; for Pairs two keys in a row
+    values: int  # (range, v_wide); for Pairs two numbers in one
     dk: int  # (range, k_wide)
     dv: int  # (range, v_wide)
     panels: int  # (SUBS, k_wide, span): queries, turned over
     grad_panels: int  # (SUBS, v_wide, span): dO, turned over
-    queries: int  # (SUBS · span, k_wide)
-    grads: int  # (SUBS · span, v_wide): dO
+    queries: int  # (SUBS · span, k_wide); for Pairs two queries in a row
+    grads: int  # (SUBS · span, v_wide): dO, the same
     dq: int  # (SUBS, k_wide, span): turned over
     lse: int  # (SUBS · span,)
     delta: int  # (SUBS · span,)
@@ -55,6 +55,9 @@ class Room(NamedTuple):
     raw: int  # the same: scores before every option
     products: int  # the same: dO Vᵀ, later the gradients of scores
     scores: int  # the same, later the weights
+    weights_16: int  # bfloat16 (BLOCK_KV + lanes, span): the weights, for Pairs
+    grads_16: int  # the same: the gradients of scores
+    grad_pairs: int  # (BLOCK_KV / 2, span) of 32 bits: those of two keys, for Pairs
     top: int  # (span,)
     ones: int  # (span,)
     rows: int  # (lanes, widest row)
@@ -77,7 +80,8 @@ def room_sizes(
         number * keys * k_wide, number * keys * v_wide, number * subs * k_wide * span,
         number * subs * v_wide * span, number * subs * span * k_wide,
         number * subs * span * v_wide, number * subs * k_wide * span, number * subs * span,
-        number * subs * span, tile, tile, tile, tile, number * span, number * span,
+        number * subs * span, tile, tile, tile, tile, tile // 2, tile // 2, tile // 2,
+        number * span, number * span,
         number * lane * wide, subs * span, keys, (BLOCK_KV + lane) * span, 8 * span,
     )  # fmt: skip
 
@@ -111,15 +115,19 @@ def room_of(kind, call, worker):  # type: ignore[no-untyped-def]
     raw = work + up(s[12])
     products = raw + up(s[13])
     scores = products + up(s[14])
-    top = scores + up(s[15])
-    ones = top + up(s[16])
-    rows = ones + up(s[17])
-    odd = rows + up(s[18])
-    odd_keys = odd + up(s[19])
-    seen = odd_keys + up(s[20])
+    weights_16 = scores + up(s[15])
+    grads_16 = weights_16 + up(s[16])
+    grad_pairs = grads_16 + up(s[17])
+    top = grad_pairs + up(s[18])
+    ones = top + up(s[19])
+    rows = ones + up(s[20])
+    odd = rows + up(s[21])
+    odd_keys = odd + up(s[22])
+    seen = odd_keys + up(s[23])
     return Room(
         keys, clean_keys, values, dk, dv, panels, grad_panels, queries, grads, dq, lse, delta,
-        work, raw, products, scores, top, ones, rows, odd, odd_keys, seen, seen + up(s[21]),
+        work, raw, products, scores, weights_16, grads_16, grad_pairs, top, ones, rows, odd,
+        odd_keys, seen, seen + up(s[24]),
     )  # fmt: skip
 
 
@@ -130,21 +138,27 @@ def wide_of(kind, d):  # type: ignore[no-untyped-def]
     return -(-max(1, d) // step) * step
 
 
+@inlined
+def step_of(kind, d):  # type: ignore[no-untyped-def]
+    """Numbers, or pairs of them, in a row of keys or values as they are multiplied."""
+    return max(1, (d + 1) // 2) if has_pairs(kind) else wide_of(kind, d)
+
+
 @separate
 def load_range(kind, call, room, key_pair, start, count):  # type: ignore[no-untyped-def]
     """Copy ``count`` keys and values from ``start`` on; return where keys without nan are."""
-    k_wide, v_wide = wide_of(kind, call.d_k), wide_of(kind, call.d_v)
+    k_wide, k_step = wide_of(kind, call.d_k), step_of(kind, call.d_k)
     rows = -(-count // BLOCK_KV) * BLOCK_KV
     key = call.key + load_int64(call.k_places + 8 * key_pair) + start * call.k_row
     value = call.value + load_int64(call.v_places + 8 * key_pair) + start * call.v_row
     fill_rows(
-        kind, key, call.k_row, call.k_column, call.dtype, count, call.d_k, rows, k_wide, room.keys
+        kind, key, call.k_row, call.k_column, call.dtype, count, call.d_k, rows, k_step, room.keys
     )
     fill_rows(
-        kind, value, call.v_row, call.v_column, call.dtype, count, call.d_v, rows, v_wide,
-        room.values,
+        kind, value, call.v_row, call.v_column, call.dtype, count, call.d_v, rows,
+        step_of(kind, call.d_v), room.values,
     )  # fmt: skip
-    if all_finite(kind, room.keys, size(kind) * k_wide, rows, k_wide):
+    if not has_pairs(kind) and all_finite(kind, room.keys, size(kind) * k_wide, rows, k_wide):
         return room.keys
     fill_values(
         kind, key, call.k_row, call.k_column, call.dtype, count, rows, call.d_k, k_wide,
@@ -153,19 +167,27 @@ def load_range(kind, call, room, key_pair, start, count):  # type: ignore[no-unt
     return room.clean_keys
 
 
+@inlined
+def panel_depth(kind, d):  # type: ignore[no-untyped-def]
+    """Rows of a panel: numbers or pairs, in full squares."""
+    depth = (d + 1) // 2 if has_pairs(kind) else d
+    return -(-max(1, depth) // lanes(kind)) * lanes(kind)
+
+
 @separate
 def load_block(kind, call, room, pair, first_row, count):  # type: ignore[no-untyped-def]
     """Load a block of queries with what is known of them; return how many dO are odd."""
     span, lane = NR * lanes(kind), lanes(kind)
     k_wide, v_wide = wide_of(kind, call.d_k), wide_of(kind, call.d_v)
+    rows = count + count % 2 if has_pairs(kind) else count
     query = call.query + load_int64(call.q_places + 8 * pair) + first_row * call.q_row
     grad = call.grad_out + load_int64(call.grad_places + 8 * pair) + first_row * call.grad_row
     fill_values(
-        kind, query, call.q_row, call.q_column, call.dtype, count, count, call.d_k, k_wide,
+        kind, query, call.q_row, call.q_column, call.dtype, count, rows, call.d_k, k_wide,
         room.queries, room.odd, room.rows,
     )  # fmt: skip
     odd = fill_values(
-        kind, grad, call.grad_row, call.grad_column, call.grad_dtype, count, count, call.d_v,
+        kind, grad, call.grad_row, call.grad_column, call.grad_dtype, count, rows, call.d_v,
         v_wide, room.grads, room.odd, room.rows,
     )  # fmt: skip
     for sub in range(-(-count // span)):
@@ -174,12 +196,12 @@ def load_block(kind, call, room, pair, first_row, count):  # type: ignore[no-unt
         fill_panel(
             kind, query + sub * span * call.q_row, call.q_row, call.q_column, call.dtype, some,
             call.d_k, columns, span, room.rows,
-            room.panels + size(kind) * sub * (-(-max(1, call.d_k) // lane) * lane) * span,
+            room.panels + size(kind) * sub * panel_depth(kind, call.d_k) * span,
         )  # fmt: skip
         fill_panel(
             kind, grad + sub * span * call.grad_row, call.grad_row, call.grad_column,
             call.grad_dtype, some, call.d_v, columns, span, room.rows,
-            room.grad_panels + size(kind) * sub * v_wide * span,
+            room.grad_panels + size(kind) * sub * panel_depth(kind, call.d_v) * span,
         )  # fmt: skip
     blocks = -(-count // span) * span
     lse, delta = numbers(kind, room.lse, blocks), numbers(kind, room.delta, blocks)
@@ -197,40 +219,39 @@ def load_block(kind, call, room, pair, first_row, count):  # type: ignore[no-unt
     return odd
 
 
-@inlined
-def chains(call):  # type: ignore[no-untyped-def]
-    """Whether scores depend on the products by more than the scale, or their terms count."""
-    return call.chain != 0
-
-
 @separate
-def gradient_tile(kind, call, room, pair, sub, row, count, tile, low, high, seen, start):  # type: ignore[no-untyped-def]
+def gradient_tile(  # type: ignore[no-untyped-def]
+    kind, call, room, pair, sub, row, count, tile, low, high, seen, start, odd
+):  # fmt: skip
     """Weights and gradients of scores of one tile; return the first key and one past the last.
 
     ``start`` is the first key of the range, of which the tile is a part. Of the gradients, those
     by the terms that were added to scores are summed, and then turned into those by products.
+    For Pairs both come rounded; the weights also as they were, if some dO is ``odd``.
     """
     span, lane, nr = NR * lanes(kind), lanes(kind), -(-count // lanes(kind))
-    k_wide, v_wide = wide_of(kind, call.d_k), wide_of(kind, call.d_v)
-    keys = room.keys + size(kind) * (tile - start) * k_wide
+    k_step, v_step = step_of(kind, call.d_k), step_of(kind, call.d_v)
+    keys = room.keys + size(kind) * (tile - start) * k_step
     last = score_tile(
-        kind, call, room, pair, sub, row, count, tile, low, high, seen, keys, k_wide
+        kind, call, room, pair, sub, row, count, tile, low, high, seen, keys, k_step
     )
     first = low // MR * MR
-    begin = size(kind) * first * span
-    values = room.values + size(kind) * (tile - start) * v_wide
+    begin, values = size(kind) * first * span, room.values + size(kind) * (tile - start) * v_step
     multiply(
-        kind, max(1, call.d_v), 1.0, nr, values, v_wide,
-        room.grad_panels + size(kind) * sub * v_wide * span, first, last, room.products, room.top,
+        kind, depth_in(kind, call.d_v), 1.0, nr, values, v_step,
+        room.grad_panels + size(kind) * sub * panel_depth(kind, call.d_v) * span, first, last,
+        room.products, room.top,
     )  # fmt: skip
     if call.threshold:
         ask(
             call.drop, call.address, pair, row, tile + first, last - first, room.row_keys,
             room.products + begin, 0,
         )  # fmt: skip
+    if has_pairs(kind) and not (call.threshold or call.chain or odd):
+        finish_pairs(kind, room, True, sub, nr, first, last)
+        return first, last
     for c in range(nr):
-        column = size(kind) * c * lane
-        place = size(kind) * (sub * span + c * lane)
+        column, place = size(kind) * c * lane, size(kind) * (sub * span + c * lane)
         weigh_back(
             kind, room.scores + begin + column, span, last - first, room.lse + place,
             room.delta + place, room.products + begin + column,
@@ -240,17 +261,46 @@ def gradient_tile(kind, call, room, pair, sub, row, count, tile, low, high, seen
             call.drop, call.address, pair, row, tile + first, last - first, room.row_keys,
             room.scores + begin, 0,
         )  # fmt: skip
-    if chains(call):
+    if call.chain:
         multiply(
-            kind, max(1, call.d_k), call.scale, nr, keys, k_wide,
-            room.panels + size(kind) * sub * (-(-max(1, call.d_k) // lane) * lane) * span,
-            first, last, room.raw, room.top,
+            kind, depth_in(kind, call.d_k), call.scale, nr, keys, k_step,
+            room.panels + size(kind) * sub * panel_depth(kind, call.d_k) * span, first, last,
+            room.raw, room.top,
         )  # fmt: skip
         ask(
             call.chain, call.address, pair, row, count, tile + first, last - first,
             room.raw + begin, room.rows,
         )  # fmt: skip
+    if has_pairs(kind):
+        finish_pairs(kind, room, False, sub, nr, first, last)
     return first, last
+
+
+@inlined
+def depth_in(kind, d):  # type: ignore[no-untyped-def]
+    """Products in a sum over a width: of numbers, or of pairs of them."""
+    return max(1, (d + 1) // 2 if has_pairs(kind) else d)
+
+
+@inlined
+def finish_pairs(kind, room, weigh, sub, nr, first, last):  # type: ignore[no-untyped-def]
+    """Round the weights and gradients of a tile to bfloat16; with ``weigh``, make them first."""
+    span, lane = NR * lanes(kind), lanes(kind)
+    for c in range(nr):
+        place, column = size(kind) * (sub * span + c * lane), first * span + c * lane
+        scores, products = room.scores + 4 * column, room.products + 4 * column
+        weights, grads = room.weights_16 + 2 * column, room.grads_16 + 2 * column
+        pairs = room.grad_pairs + 4 * (first // 2 * span + c * lane)
+        if weigh:
+            weigh_back_pairs(
+                kind, scores, span, last - first, room.lse + place, room.delta + place, products,
+                weights, grads, pairs,
+            )  # fmt: skip
+        else:
+            round_back(
+                kind, scores, span, last - first, room.lse + place, room.delta + place, products,
+                weights, grads, pairs,
+            )  # fmt: skip
 
 
 @inlined

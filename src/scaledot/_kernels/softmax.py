@@ -194,6 +194,15 @@ def soft_cap(context: Any, kind: Any, scores: Any, count: Any, cap: Any) -> Any:
     return types.void(kind, INT, INT, v.number), emit
 
 
+def _weight_and_grad(b: Any, v: Vectors, s: Any, product: Any, lse: Any, delta: Any) -> Any:
+    """``P = exp(S - lse)`` and ``dS = P∘(product - delta)``; 0 where a key may not be seen."""
+    hidden = b.fcmp_ordered("==", s, v.const(float("-inf")))
+    weight = v.exp2(b, b.fmul(b.fsub(s, lse), v.const(LOG2E)))
+    weight = b.select(hidden, v.const(0.0), weight)
+    grad = b.fmul(weight, b.fsub(product, delta))
+    return weight, b.select(hidden, v.const(0.0), grad)
+
+
 @intrinsic
 def weigh_back(context: Any, kind: Any, scores: Any, stride: Any, count: Any, lse: Any, delta: Any,
                products: Any) -> Any:  # fmt: skip
@@ -207,24 +216,80 @@ def weigh_back(context: Any, kind: Any, scores: Any, stride: Any, count: Any, ls
     def emit(cx: Any, b: Any, sig: Any, args: Any) -> Any:
         p, q = simd.pointer(b, args[1], v.scalar), simd.pointer(b, args[6], v.scalar)
         top, d = (v.load(b, simd.pointer(b, args[i], v.scalar), I64(0)) for i in (4, 5))
-        zero = v.const(0.0)
 
         def body(i: Any, carried: list[Any]) -> list[Any]:
             for u in range(UNROLL):
                 place = b.mul(b.add(i, I64(u)), args[2])
-                s = v.load(b, p, place)
-                hidden = b.fcmp_ordered("==", s, v.const(float("-inf")))
-                weight = v.exp2(b, b.fmul(b.fsub(s, top), v.const(LOG2E)))
-                weight = b.select(hidden, zero, weight)
+                s, product = v.load(b, p, place), v.load(b, q, place)
+                weight, grad = _weight_and_grad(b, v, s, product, top, d)
                 v.store(b, p, place, weight)
-                grad = b.fmul(weight, b.fsub(v.load(b, q, place), d))
-                v.store(b, q, place, b.select(hidden, zero, grad))
+                v.store(b, q, place, grad)
             return []
 
         simd.loop(b, args[3], UNROLL, [], body)
         return cx.get_dummy_value()
 
     return types.void(kind, *(INT,) * 6), emit
+
+
+def _store_halves(b: Any, v: Vectors, rows: Any, places: list[Any], x: Any, y: Any) -> Any:
+    """Two vectors rounded to bfloat16, each to its place among 16-bit numbers; return both."""
+    n = v.lanes
+    halves = ir.VectorType(simd.BF16, 2 * n)
+    both = simd.call(b, f"llvm.x86.avx512bf16.cvtne2ps2bf16.{32 * n}", halves, y, x)
+    both = b.bitcast(both, ir.VectorType(simd.I16, 2 * n))
+    for k, place in enumerate(places):
+        order = ir.Constant(ir.VectorType(I32, n), [n * k + i for i in range(n)])
+        v.store(b, rows, place, b.shuffle_vector(both, both, order))
+    return both
+
+
+def _store_pairs(b: Any, v: Vectors, pairs: Any, place: Any, both: Any) -> None:
+    """What `_store_halves` returned, numbers of two keys side by side."""
+    n = v.lanes
+    order = ir.Constant(ir.VectorType(I32, 2 * n), [i // 2 + n * (i % 2) for i in range(2 * n)])
+    v.store(b, pairs, place, b.bitcast(b.shuffle_vector(both, both, order),
+                                       ir.VectorType(I32, n)))  # fmt: skip
+
+
+def _rounded_back(weigh: bool) -> Any:
+    @intrinsic
+    def rounded_back(context: Any, kind: Any, scores: Any, stride: Any, count: Any, lse: Any,
+                     delta: Any, products: Any, weights: Any, grads: Any,
+                     pairs: Any) -> Any:  # fmt: skip
+        v = vectors(kind)
+
+        def emit(cx: Any, b: Any, sig: Any, args: Any) -> Any:
+            if not is_pairs(kind):
+                return cx.get_dummy_value()
+            p, q = simd.pointer(b, args[1], v.scalar), simd.pointer(b, args[6], v.scalar)
+            top, d = (v.load(b, simd.pointer(b, args[i], v.scalar), I64(0)) for i in (4, 5))
+            w16, g16 = (simd.pointer(b, args[i], simd.I16) for i in (7, 8))
+            goal = simd.pointer(b, args[9], I32)
+
+            def body(i: Any, carried: list[Any]) -> list[Any]:
+                for u in range(0, UNROLL, 2):
+                    places = [b.mul(b.add(i, I64(u + k)), args[2]) for k in range(2)]
+                    found = [(v.load(b, p, at), v.load(b, q, at)) for at in places]
+                    if weigh:
+                        found = [_weight_and_grad(b, v, s, x, top, d) for s, x in found]
+                    _store_halves(b, v, w16, places, found[0][0], found[1][0])
+                    both = _store_halves(b, v, g16, places, found[0][1], found[1][1])
+                    line = b.mul(b.lshr(b.add(i, I64(u)), I64(1)), args[2])
+                    _store_pairs(b, v, goal, line, both)
+                return []
+
+            simd.loop(b, args[3], UNROLL, [], body)
+            return cx.get_dummy_value()
+
+        return types.void(kind, *(INT,) * 9), emit
+
+    return rounded_back
+
+
+# `weigh_back` for `Pairs`: weights and gradients go, rounded, to columns of 16-bit numbers, and
+# the gradients of two keys side by side to the column ``pairs``. The second only rounds.
+weigh_back_pairs, round_back = _rounded_back(True), _rounded_back(False)
 
 
 @intrinsic
