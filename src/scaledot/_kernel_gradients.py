@@ -5,20 +5,23 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Collection
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from scaledot import _arrays
 from scaledot._bridges import cpu
-from scaledot._derivatives import Grads
+from scaledot._derivatives import Grads, Rows
 from scaledot._kernels import backward, bias, gradient
+from scaledot._kernels import second as kernel_second
+from scaledot._kernels import tangent as kernel_tangent
 from scaledot._kernels.jit import Kernel
 from scaledot._kernels.kinds import SUBS
 from scaledot._kernels.pack import DTYPES
 from scaledot._kernels.simd import DOUBLE, SINGLE, Vectors
 from scaledot._kernels.target import HOST
-from scaledot._launch import Prepared, address, launch, memory, packed
+from scaledot._launch import Prepared, address, launch, memory, packed, whole_record
 from scaledot._spec import Problem
 from scaledot._typing import Array
 
@@ -81,6 +84,42 @@ def run(problem: Problem, passed: Passed, wanted: Collection[str]) -> Grads:
     dtype where nothing had to be added up afterwards, the others in the accumulation dtype.
     """
     found = _found(problem, passed, wanted)
+    return Grads(**{name: in_library(x, problem) for name, x in found.items()})
+
+
+def tangent(problem: Problem, lse: Array, tangents: Grads) -> tuple[Array, Array]:
+    """`_derivatives.tangent` of finite tangents in normal form, of the problem's library."""
+    spec, numbers = problem.spec, cpu.numbers_of(problem.spec)
+    total = np.zeros((*spec.scores_shape[:-1], spec.d_v), dtype=numbers)
+    mean = np.zeros((*spec.scores_shape[:-1], 1), dtype=numbers)
+    if mean.size and spec.len_kv:
+        passed = Passed(total, _in_order(_plain(lse)), total, mean)
+        call = _Backward(problem, passed)
+        known = call.tiles(call.moves(tangents) | {"row_tangent": address(mean)})
+        scratch = kernel_tangent.room_bytes(
+            call.vectors.lanes, call.vectors.size, spec.d_k, spec.d_v, spec.len_q
+        )
+        kernel = kernel_tangent.move_rows_double if call.double else kernel_tangent.move_rows_single
+        tasks = math.prod(spec.lead) * spec.num_heads * call.blocks
+        call.launch(kernel, tasks, scratch, known)
+    return in_library(total, problem), in_library(mean, problem)
+
+
+def second(problem: Problem, rows: Rows, tangents: Grads, wanted: Collection[str]) -> Grads:
+    """`_derivatives.second` by query, key and value, of finite tangents and gradients."""
+    numbers = cpu.numbers_of(problem.spec)
+    grad_out = _in_order(rows.grad_out)
+    lse, delta, of_lse, mean = (
+        np.ascontiguousarray(_plain(x), dtype=numbers)
+        for x in (rows.lse, rows.delta, rows.tangent, rows.mean)
+    )
+    if not delta.size or not problem.spec.len_kv:
+        found = _zeros(problem, wanted)
+    else:
+        call = _Backward(problem, Passed(grad_out, lse, grad_out, delta))
+        known = call.moves(tangents)
+        known |= {"row_tangent": address(of_lse), "row_mean": address(mean)}
+        found = call.operands(wanted, known)
     return Grads(**{name: in_library(x, problem) for name, x in found.items()})
 
 
@@ -157,15 +196,44 @@ class _Backward:
         self.keep = [self.keep, cpu.add_mods(self.problem, whole)]
         return whole | cpu.option_functions(whole, self.vectors)
 
-    def scratch(self) -> int:
-        """Bytes of each worker that computes tiles."""
-        spec = self.spec
-        return gradient.room_bytes(
-            self.vectors.lanes, self.vectors.size, spec.d_k, spec.d_v, spec.len_q, self.range
-        )
+    def shape(self) -> tuple[int, int, int, int, int, int]:
+        """What the scratch memory of a worker depends on."""
+        spec, vectors = self.spec, self.vectors
+        return vectors.lanes, vectors.size, spec.d_k, spec.d_v, spec.len_q, self.range
 
-    def operands(self, wanted: Collection[str]) -> dict[str, Any]:
-        """Gradients of query, key, value and slopes."""
+    def moves(self, tangents: Grads) -> dict[str, Any]:
+        """Describe tangents, arrays of the accumulation dtype in normal form."""
+        spec, terms, known = self.spec, self.problem.terms, dict[str, Any](moves=1)
+        heads, key_heads = (*spec.lead, spec.num_heads), (*spec.lead, spec.num_kv_heads)
+        held = []
+        for name, letter, shape in (
+            ("query", "q", heads), ("key", "k", key_heads), ("value", "v", key_heads)
+        ):  # fmt: skip
+            x = getattr(tangents, name)
+            if x is not None and x.shape[-1]:
+                x = _in_order(x)
+                places = cpu.places_of(memory(x), shape)
+                known |= {
+                    f"tangent_{name}": address(x), f"tangent_{letter}_places": address(places)
+                }
+                held += [x, places]
+        if tangents.bias is not None or tangents.alibi_slopes is not None:
+            terms = replace(terms, bias=tangents.bias, slopes=tangents.alibi_slopes)
+            other = replace(self.problem, terms=terms)
+            out = memory(self.passed.out)
+            arrays, fields = cpu.option_arrays(other, out), cpu.fields_of(other, out)
+            held += [terms, cpu.laid_out(arrays, fields)]
+            fields |= {"bias": address(tangents.bias), "softcap": 0.0}
+            record = whole_record(fields)
+            known["tangent_call"] = address(record)
+            held.append(record)
+        self.keep = [self.keep, held]
+        return known
+
+    def operands(
+        self, wanted: Collection[str], moves: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
+        """Gradients of query, key, value and slopes; second derivatives where there are moves."""
         spec, problem = self.spec, self.problem
         entries = math.prod(spec.lead)
         # dK and dV are rounded in the kernel where each row is its argument's.
@@ -191,11 +259,16 @@ class _Backward:
             "out_dtype": DTYPES["float16" if dtype == np.float16 else spec.dtype if whole
                                 else self.numbers.name],
         }  # fmt: skip
+        tasks = entries * spec.num_kv_heads * self.ranges
+        if moves is not None:
+            kernel = kernel_second.second_double if self.double else kernel_second.second_single
+            scratch = kernel_second.second_bytes(*self.shape())
+            self.launch(kernel, tasks, scratch, self.tiles(moves | known))
+            return {name: self._summed(name, x) for name, x in results.items()}
         kernel = backward.pull_double if self.double else backward.pull_single
         if spec.dtype == "bfloat16" and HOST.bf16:
             kernel = backward.pull_pairs
-        tasks = entries * spec.num_kv_heads * self.ranges
-        self.launch(kernel, tasks, self.scratch(), self.tiles(known))
+        self.launch(kernel, tasks, gradient.room_bytes(*self.shape()), self.tiles(known))
         return {name: self._summed(name, x) for name, x in results.items()}
 
     def _summed(self, name: str, x: Any) -> Any:
@@ -228,7 +301,8 @@ class _Backward:
             "members": address(members), "member_starts": address(starts), "num_groups": groups,
         }  # fmt: skip
         kernel = bias.bias_double if self.double else bias.bias_single
-        self.launch(kernel, groups * self.ranges, self.scratch(), self.tiles(known))
+        scratch = gradient.room_bytes(*self.shape())
+        self.launch(kernel, groups * self.ranges, scratch, self.tiles(known))
         return sums.sum(axis=1).reshape(given.shape)
 
 

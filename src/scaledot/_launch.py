@@ -98,6 +98,11 @@ def packed(known: dict[str, Any]) -> list[Any]:
     return pieces
 
 
+def whole_record(known: dict[str, Any]) -> Any:
+    """A record as bytes, for what another record has the address of."""
+    return np.frombuffer(_WHOLE.pack(*[known.get(name, 0) for name in _NAMES]), dtype=np.uint8)
+
+
 class Prepared(NamedTuple):
     """A call but for the addresses of its arrays and its memory."""
 

@@ -134,9 +134,7 @@ def second(
         rows = _row_terms(xp, problem, out, lse, grad_out, grad_lse)
         mean = xp.sum(rows.grad_out * out_tangent, axis=-1, keepdims=True)
         rows = rows._replace(tangent=lse_tangent, mean=mean - lse_tangent * rows.delta)
-        grads = _derivatives.second(
-            complete(problem), rows, given, wanted, in_blocks=name != "dense"
-        )
+        grads = _second(xp, problem, name, rows, given, wanted)
         if "sinks" in wanted:
             weighed = -rows.delta * (0.0 if given.sinks is None else given.sinks) - rows.mean
             shares = _sink_weights(xp, problem, rows.lse) * weighed
@@ -188,12 +186,42 @@ def _moved(
     """Tangents of out and lse in the accumulation dtype, in normal form, lse with a last axis."""
     rows = _row_terms(xp, problem, out, lse, out, None)  # grad_out stands for out itself
     name, _ = _choice.choose(problem)
-    total, mean = _derivatives.tangent(
-        complete(problem), rows.lse, tangents, in_blocks=name != "dense"
-    )
+    if name == "kernels" and _are_finite(xp, *tangents):
+        from scaledot import _kernel_gradients  # loads Numba
+
+        total, mean = _kernel_gradients.tangent(problem, rows.lse, tangents)
+    else:
+        total, mean = _derivatives.tangent(
+            complete(problem), rows.lse, tangents, in_blocks=name != "dense"
+        )
     if tangents.sinks is not None:
         mean = mean + _sink_weights(xp, problem, rows.lse) * tangents.sinks
     return total - mean * rows.grad_out, mean
+
+
+def _second(
+    xp: Any, problem: Problem, name: str, rows: Rows, tangents: Grads, wanted: Collection[str]
+) -> Grads:
+    """Second derivatives by the chosen implementation; kernels have those of the operands."""
+    operands = {"query", "key", "value"} & set(wanted)
+    by_kernels = name == "kernels" and _are_finite(xp, rows.grad_out, *tangents)
+    rest = set(wanted) - {"sinks"} - (operands if by_kernels else set())
+    grads = Grads()
+    if rest:
+        grads = _derivatives.second(
+            complete(problem), rows, tangents, rest, in_blocks=name != "dense"
+        )
+    if by_kernels and operands:
+        from scaledot import _kernel_gradients  # loads Numba
+
+        found = _kernel_gradients.second(problem, rows, tangents, operands)
+        grads = grads._replace(**{name: getattr(found, name) for name in operands})
+    return grads
+
+
+def _are_finite(xp: Any, *arrays: Array | None) -> bool:
+    """Whether no array holds nan or infinities: kernels do not trace which of them count."""
+    return not _reference.not_finite(xp, *(x for x in arrays if x is not None))
 
 
 def _sink_weights(xp: Any, problem: Problem, lse: Array) -> Array:

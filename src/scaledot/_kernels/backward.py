@@ -141,8 +141,11 @@ def wait_for(progress, share):  # type: ignore[no-untyped-def]
 
 
 @separate
-def add_dq(kind, call, room, pair, first_row, count):  # type: ignore[no-untyped-def]
-    """Add a block's share to dQ, turned over and scaled."""
+def add_dq(kind, call, room, pair, block, count, share):  # type: ignore[no-untyped-def]
+    """Add a block's share to dQ, turned over and scaled, when ``share`` others have been added."""
+    progress = call.progress + 8 * (pair * -(-call.len_q // (SUBS * NR * lanes(kind))) + block)
+    first_row = block * SUBS * NR * lanes(kind)
+    wait_for(progress, share)
     span, lane, k_wide = NR * lanes(kind), lanes(kind), wide_of(kind, call.d_k)
     scale = number(kind, call.scale)
     for first in range(0, count, lane):
@@ -153,11 +156,12 @@ def add_dq(kind, call, room, pair, first_row, count):  # type: ignore[no-untyped
                 kind, source + size(kind) * c * span, span, room.rows + size(kind) * c, k_wide
             )
         for i in range(min(lane, count - first)):
-            share = numbers(kind, room.rows + size(kind) * i * k_wide, call.d_k)
+            given = numbers(kind, room.rows + size(kind) * i * k_wide, call.d_k)
             place = (pair * call.len_q + first_row + first + i) * call.d_k
             total = numbers(kind, call.dq + size(kind) * place, call.d_k)
             for c in range(call.d_k):
-                total[c] += scale * share[c]
+                total[c] += scale * given[c]
+    atomics.store(progress, share + 1)
 
 
 @separate
@@ -184,12 +188,8 @@ def pull_block(kind, call, room, pair, block, start, end, clean):  # type: ignor
                     start, clean, odd,
                 )  # fmt: skip
     if call.dq:
-        blocks = -(-call.len_q // (SUBS * span))
         share = start // call.key_range - low // call.key_range
-        progress = call.progress + 8 * (pair * blocks + block)
-        wait_for(progress, share)
-        add_dq(kind, call, room, pair, row, count)
-        atomics.store(progress, share + 1)
+        add_dq(kind, call, room, pair, block, count, share)
     return count * (min(end, high) - max(start, low))
 
 
@@ -200,16 +200,32 @@ def item_of(kind, call):  # type: ignore[no-untyped-def]
 
 
 @separate
-def store_range(kind, call, source, wide, d, scale, target, count):  # type: ignore[no-untyped-def]
-    """Write rows of dK or dV, scaled, in the dtype of the result."""
+def store_range(kind, call, room, key_pair, start, count):  # type: ignore[no-untyped-def]
+    """Write the rows of dK and dV of a range."""
     item = item_of(kind, call)
+    place = item * (key_pair * call.len_kv + start)
+    if call.dk:
+        store_rows(
+            kind, room.dk, wide_of(kind, call.d_k), call.d_k, call.scale, call.out_dtype,
+            call.dk + place * call.d_k, item * call.d_k, count,
+        )  # fmt: skip
+    if call.dv:
+        store_rows(
+            kind, room.dv, wide_of(kind, call.d_v), call.d_v, 1.0, call.out_dtype,
+            call.dv + place * call.d_v, item * call.d_v, count,
+        )  # fmt: skip
+
+
+@separate
+def store_rows(kind, source, wide, d, scale, code, target, step, count):  # type: ignore[no-untyped-def]
+    """Write rows, scaled, in the dtype of the result."""
     factor = number(kind, scale)
     for j in range(count):
         row = source + size(kind) * j * wide
         line = numbers(kind, row, d)
         for c in range(d):
             line[c] *= factor
-        numbers_to_row(kind, row, d, call.out_dtype, target + item * j * d)
+        numbers_to_row(kind, row, d, code, target + j * step)
 
 
 @inlined
@@ -221,7 +237,6 @@ def pull(kind, address, worker, budget):  # type: ignore[no-untyped-def]
     ranges = -(-call.len_kv // call.key_range)
     blocks = -(-call.len_q // (SUBS * NR * lanes(kind)))
     k_wide, v_wide = wide_of(kind, call.d_k), wide_of(kind, call.d_v)
-    item = item_of(kind, call)
     numbers(kind, room.ones, NR * lanes(kind))[:] = 1
     while budget > 0:
         task = fetch_add(call.counter, 1)
@@ -238,15 +253,7 @@ def pull(kind, address, worker, budget):  # type: ignore[no-untyped-def]
             pair = key_pair // kv_heads * call.num_heads + head + g
             for block in range(blocks):
                 scores += pull_block(kind, call, room, pair, block, start, start + count, clean)
-        place = item * (key_pair * call.len_kv + start)
-        if call.dk:
-            store_range(
-                kind, call, room.dk, k_wide, call.d_k, call.scale, call.dk + place * call.d_k, count
-            )
-        if call.dv:
-            store_range(
-                kind, call, room.dv, v_wide, call.d_v, 1.0, call.dv + place * call.d_v, count
-            )
+        store_range(kind, call, room, key_pair, start, count)
         budget -= (scores + 1) * 5 * (call.d_k + call.d_v + 1) // 2
     return 1
 

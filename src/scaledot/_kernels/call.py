@@ -55,6 +55,12 @@ INTEGERS = (
     "bias_sums",  # (groups, rows or 1, keys or 1), or (groups, ranges, rows or 1) for 1
     "bias_rows", "bias_columns",  # their lengths
     "members", "num_groups", "member_starts",  # int64: pairs of each group, one after the other
+    # Of forward mode and second derivatives: tangents in the kind's numbers, rows without gaps.
+    "tangent_query", "tangent_q_places", "tangent_key", "tangent_k_places",
+    "tangent_value", "tangent_v_places",
+    "tangent_call",  # a record whose bias and slopes are the tangents of bias and slopes, or 0
+    "move", "bend",  # of `options`
+    "row_tangent", "row_mean",  # (pairs, len_q): tangent of lse; mean of what is weighed
     "scratch", "scratch_bytes",  # of each worker
     "status",  # int64: what went wrong
 )  # fmt: skip

@@ -210,13 +210,15 @@ def load_block(kind, call, room, pair, first_row, count):  # type: ignore[no-unt
     lse[count:] = 0
     delta[count:] = 0
     for i in range(count):
-        # An infinite lse stands for an infinite score: the weights of its row are not known.
-        lse[i] = given[i] if given[i] != np.inf else np.nan
-        delta[i] = deltas[i]
-        if given[i] == -np.inf:
-            lse[i] = 0
-            delta[i] = 0
+        lse[i] = finite_lse(given[i])
+        delta[i] = deltas[i] if given[i] != -np.inf else 0
     return odd
+
+
+@inlined
+def finite_lse(x):  # type: ignore[no-untyped-def]
+    """Lse of a row: 0 where it is empty; nan for an infinite score, whose weights are unknown."""
+    return np.nan if x == np.inf else (0.0 if x == -np.inf else x)
 
 
 @separate

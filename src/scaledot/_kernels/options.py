@@ -25,7 +25,7 @@ from scaledot._kernels.kinds import (
 )
 from scaledot._kernels.layout import up
 from scaledot._kernels.pack import fetch_add, load_int64, load_uint32
-from scaledot._kernels.softmax import soft_cap_slope
+from scaledot._kernels.softmax import soft_cap_bend, soft_cap_slope
 from scaledot._kernels.target import HOST
 from scaledot._kernels.tile import add_mod, add_terms, adjust
 from scaledot._kernels.visible import classify, classify_mod
@@ -44,6 +44,8 @@ def functions(known: dict[str, Any], *, double: bool) -> dict[str, int]:
         "classify": uses("mask_places", "blocks", "segment_q", "classes"),
         "drop": uses("threshold"),
         "chain": known.get("key_range") and uses("softcap", "score_slope", "slope_sums"),
+        "move": uses("moves") and uses("softcap", "score_slope", "tangent_call"),
+        "bend": uses("moves") and uses("softcap"),
     }
     return {name: (DOUBLES if double else SINGLES)[name].address for name in wanted if wanted[name]}
 
@@ -130,6 +132,32 @@ def chain(kind, address, pair, row, count, key, keys, raw, rows):  # type: ignor
         add_slope(kind, call, pair, row, count, key, keys, given)
     if call.softcap > 0 and call.bias_sums == 0:
         soft_cap_slope(kind, given, raw, count_all, number(kind, call.softcap))
+
+
+@inlined
+def move(kind, address, pair, row, count, key, keys, raw, rows):  # type: ignore[no-untyped-def]
+    """From tangents of the scaled products to those of the scores; both lie as in `chain`."""
+    call = read(address)
+    span, tile = NR * lanes(kind), tile_bytes(kind)
+    moved, count_all = raw + tile, keys * span
+    if call.softcap > 0:
+        soft_cap_slope(kind, moved, raw, count_all, number(kind, call.softcap))
+    if call.tangent_call:
+        add_terms(kind, read(call.tangent_call), pair, row, count, key, keys, moved, rows)
+    if call.score_slope:
+        work, scores = numbers(kind, raw - tile, count_all), numbers(kind, raw, count_all)
+        given = numbers(kind, moved, count_all)
+        work[:] = scores
+        add_terms(kind, call, pair, row, count, key, keys, raw - tile, rows)
+        add_mod(kind, call, call.score_slope, pair, row, count, key, keys, raw - tile)
+        for i in range(count_all):
+            given[i] *= work[i]
+
+
+@inlined
+def bend(kind, address, grads, first, moved, raw, count):  # type: ignore[no-untyped-def]
+    """`soft_cap_bend` with the cap of a call."""
+    soft_cap_bend(kind, grads, first, moved, raw, count, number(kind, read(address).softcap))
 
 
 @inlined
@@ -234,7 +262,35 @@ def chain_double(address, pair, row, count, key, keys, raw, rows):  # type: igno
     return 0
 
 
+@kernel
+def move_single(address, pair, row, count, key, keys, raw, rows):  # type: ignore[no-untyped-def]
+    """`move` on float32."""
+    move(Single(0), address, pair, row, count, key, keys, raw, rows)
+    return 0
+
+
+@kernel
+def move_double(address, pair, row, count, key, keys, raw, rows):  # type: ignore[no-untyped-def]
+    """`move` on float64."""
+    move(Double(0), address, pair, row, count, key, keys, raw, rows)
+    return 0
+
+
+@kernel
+def bend_single(address, grads, first, moved, raw, count, unused, spare):  # type: ignore[no-untyped-def]
+    """`bend` on float32."""
+    bend(Single(0), address, grads, first, moved, raw, count)
+    return 0
+
+
+@kernel
+def bend_double(address, grads, first, moved, raw, count, unused, spare):  # type: ignore[no-untyped-def]
+    """`bend` on float64."""
+    bend(Double(0), address, grads, first, moved, raw, count)
+    return 0
+
+
 SINGLES = {"adjust": adjust_single, "classify": classify_single, "drop": drop_single,
-           "chain": chain_single}
+           "chain": chain_single, "move": move_single, "bend": bend_single}
 DOUBLES = {"adjust": adjust_double, "classify": classify_double, "drop": drop_double,
-           "chain": chain_double}
+           "chain": chain_double, "move": move_double, "bend": bend_double}

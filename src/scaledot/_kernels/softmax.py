@@ -316,3 +316,110 @@ def soft_cap_slope(context: Any, kind: Any, grads: Any, scores: Any, count: Any,
         return cx.get_dummy_value()
 
     return types.void(kind, INT, INT, INT, v.number), emit
+
+
+@intrinsic
+def soft_cap_bend(context: Any, kind: Any, grads: Any, first: Any, moved: Any, scores: Any,
+                  count: Any, cap: Any) -> Any:  # fmt: skip
+    """Second derivative of the cap, ``t = tanh(score / cap)``, on ``count`` numbers in place.
+
+    ``grads = grads (1 - t²) - first · moved · 2 t (1 - t²) / cap`` and ``first = first (1 - t²)``;
+    where both are 0 they stay, whatever the score is.
+    """
+    v = vectors(kind)
+
+    def emit(cx: Any, b: Any, sig: Any, args: Any) -> Any:
+        g, f, m, p = (simd.pointer(b, args[i], v.scalar) for i in (1, 2, 3, 4))
+        c, one, zero = v.splat(b, args[6]), v.const(1.0), v.const(0.0)
+
+        def body(i: Any, carried: list[Any]) -> list[Any]:
+            t = _tanh(b, v, b.fdiv(v.load(b, p, i), c))
+            slope = b.fsub(one, b.fmul(t, t))
+            bend = b.fdiv(b.fmul(b.fmul(v.const(-2.0), t), slope), c)
+            old, first = v.load(b, g, i), v.load(b, f, i)
+            more = b.fmul(b.fmul(first, bend), v.load(b, m, i))
+            new = b.fadd(b.fmul(old, slope), more)
+            none = b.and_(b.fcmp_ordered("==", old, zero), b.fcmp_ordered("==", first, zero))
+            v.store(b, g, i, b.select(none, zero, new))
+            v.store(b, f, i, b.select(none, zero, b.fmul(first, slope)))
+            return []
+
+        simd.loop(b, args[5], v.lanes, [], body)
+        return cx.get_dummy_value()
+
+    return types.void(kind, INT, INT, INT, INT, INT, v.number), emit
+
+
+@intrinsic
+def weigh_moved(context: Any, kind: Any, scores: Any, stride: Any, count: Any, lse: Any,
+                moved: Any, mean: Any) -> Any:  # fmt: skip
+    """Turn scores into weights and their tangents into weighted ones, columns in place.
+
+    ``mean`` has the sums of the latter added; both are 0 where a key may not be seen.
+    """
+    v = vectors(kind)
+
+    def emit(cx: Any, b: Any, sig: Any, args: Any) -> Any:
+        p, q = simd.pointer(b, args[1], v.scalar), simd.pointer(b, args[5], v.scalar)
+        goal = simd.pointer(b, args[6], v.scalar)
+        top = v.load(b, simd.pointer(b, args[4], v.scalar), I64(0))
+        zero = v.const(0.0)
+
+        def body(i: Any, sums: list[Any]) -> list[Any]:
+            new = []
+            for u in range(UNROLL):
+                place = b.mul(b.add(i, I64(u)), args[2])
+                weight, share = _weight_and_grad(
+                    b, v, v.load(b, p, place), v.load(b, q, place), top, zero
+                )
+                v.store(b, p, place, weight)
+                v.store(b, q, place, share)
+                new.append(b.fadd(sums[u], share))
+            return new
+
+        sums = simd.loop(b, args[3], UNROLL, [zero] * UNROLL, body)
+        total = _folded(b, sums, lambda bd, x, y: bd.fadd(x, y))
+        v.store(b, goal, I64(0), b.fadd(v.load(b, goal, I64(0)), total))
+        return cx.get_dummy_value()
+
+    return types.void(kind, *(INT,) * 6), emit
+
+
+@intrinsic
+def weigh_second(context: Any, kind: Any, scores: Any, stride: Any, count: Any, rows: Any,
+                 row_step: Any, moved: Any, products: Any, others: Any) -> Any:  # fmt: skip
+    """Second derivatives by the scores of a tile, columns in place.
+
+    Of lse, delta, mu and mean (``row_step`` numbers apart, from ``rows`` on), with weights ``P``,
+    tangents ``x`` of scores, products ``p`` of dO and V and ``o`` of dO and the values' tangents:
+    ``products = P (x (p - delta) - mu p - mean + o)``, ``others = P (p - delta)``,
+    ``scores = P (x - mu)``; all 0 where a key may not be seen.
+    """
+    v = vectors(kind)
+
+    def emit(cx: Any, b: Any, sig: Any, args: Any) -> Any:
+        s, m, p, o = (simd.pointer(b, args[i], v.scalar) for i in (1, 6, 7, 8))
+        known = simd.pointer(b, args[4], v.scalar)
+        lse, delta, mu, mean = (v.load(b, known, b.mul(args[5], I64(k))) for k in range(4))
+        zero = v.const(0.0)
+
+        def body(i: Any, carried: list[Any]) -> list[Any]:
+            for u in range(2):
+                place = b.mul(b.add(i, I64(u)), args[2])
+                score, product = v.load(b, s, place), v.load(b, p, place)
+                weight, first = _weight_and_grad(b, v, score, product, lse, delta)
+                hidden = b.fcmp_ordered("==", score, v.const(float("-inf")))
+                x = v.load(b, m, place)
+                weighed = b.fmul(x, b.fsub(product, delta))
+                weighed = b.fsub(b.fsub(weighed, b.fmul(mu, product)), mean)
+                weighed = b.fmul(weight, b.fadd(weighed, v.load(b, o, place)))
+                share = b.fmul(weight, b.fsub(x, mu))
+                v.store(b, p, place, b.select(hidden, zero, weighed))
+                v.store(b, o, place, first)
+                v.store(b, s, place, b.select(hidden, zero, share))
+            return []
+
+        simd.loop(b, args[3], 2, [], body)
+        return cx.get_dummy_value()
+
+    return types.void(kind, *(INT,) * 8), emit

@@ -104,6 +104,26 @@ def multiply(kind, depth, factor, nr, keys, k_step, panel, first, last, scores, 
             long_product(kind, nr, a, k_step, panel, span, depth, c, top, scale, cut)
 
 
+@separate
+def multiply_more(kind, depth, factor, nr, keys, k_step, panel, first, last, scores):  # type: ignore[no-untyped-def]
+    """scores[first:last] = factor · (scores[first:last] + keys · panel)."""
+    span, scale = NR * lanes(kind), number(kind, factor)
+    for j in range(first, last, MR):
+        c = scores + size(kind) * j * span
+        for i in range(0, depth, DEPTH):
+            some = min(DEPTH, depth - i)
+            a, b = keys + size(kind) * (j * k_step + i), panel + size(kind) * i * span
+            if nr == 1:
+                more_1(kind, a, k_step, 1, b, span, some, c, span, 0, scale)
+            elif nr == NR:
+                more_3(kind, a, k_step, 1, b, span, some, c, span, 0, scale)
+            else:
+                more_2(kind, a, k_step, 1, b, span, some, c, span, 0, scale)
+    line = numbers(kind, scores + size(kind) * first * span, (last - first) * span)
+    for i in range((last - first) * span):
+        line[i] *= scale
+
+
 @inlined
 def clip(x, low, high):  # type: ignore[no-untyped-def]
     """Bound x by low and high."""
