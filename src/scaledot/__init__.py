@@ -19,7 +19,7 @@ from scaledot._family import (
 from scaledot._gradients import attention_jvp, attention_vjp
 from scaledot._state import State, merge
 from scaledot._threads import get_num_threads, set_num_threads
-from scaledot._varlen import varlen_attention
+from scaledot._varlen import varlen_attention, varlen_attention_vjp
 
 __version__ = "0.1.0"
 
@@ -45,4 +45,5 @@ __all__ = [
     "scaled_dot_product_attention",
     "set_num_threads",
     "varlen_attention",
+    "varlen_attention_vjp",
 ]

@@ -41,9 +41,9 @@ class Pullback:
         grad_lse : array, shape (..., num_heads, len_q), optional
             Gradient of the loss by ``lse``.
         """
-        _check_like("grad_out", grad_out, self.out)
+        check_like("grad_out", grad_out, self.out)
         if grad_lse is not None:
-            _check_like("grad_lse", grad_lse, self.lse)
+            check_like("grad_lse", grad_lse, self.lse)
         query, key, value, grad_out, grad_lse = _on_host((*self._arrays, grad_out, grad_lse))
         out, lse = self._state
         grads = _passes.backward(
@@ -218,7 +218,7 @@ def attention_jvp(
     _passes.check(query, key, value, options)
     for name, tangent, primal in zip(("dq", "dk", "dv"), tangents, primals, strict=True):
         if tangent is not None:
-            _check_like(name, tangent, primal)
+            check_like(name, tangent, primal)
     query, key, value, *moves = _on_host((*primals, *tangents))
     here = _options_on_host(options)
     out, lse = _passes.forward(query, key, value, here)
@@ -226,7 +226,7 @@ def attention_jvp(
     return _back(out, primals[0]), _back(moved.out, primals[0])
 
 
-def _check_like(name: str, x: Array, like: Array) -> None:
+def check_like(name: str, x: Array, like: Array) -> None:
     """Raise unless x could be added to another array."""
     _arrays.check_array(name, x)
     _arrays.check_same_place(query=like, **{name: x})

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, cast
 
 from scaledot import _arrays, _checks, _choice
 from scaledot._attention import attention
+from scaledot._derivatives import Grads
 from scaledot._errors import value_error
+from scaledot._gradients import attention_vjp, check_like
 from scaledot._spec import Options, Problem, batch_seeds, resolve, seed_halves
 from scaledot._state import State, merged
 from scaledot._typing import Array, ArrayT, Impl, MaskMod, ScoreMod
@@ -100,24 +104,129 @@ def varlen_attention(
             if found is not None:
                 return cast(ArrayT, found)
 
-    def sequence(number: int) -> Array:
-        rows = slice(starts_q[number], starts_q[number + 1])
-        columns = slice(starts_kv[number], starts_kv[number + 1])
-        q, k, v = heads_first
-        return attention(
-            q[:, rows, :], k[:, columns, :], v[:, columns, :],
-            causal=causal, window=window, scale=scale, softcap=softcap,
-            alibi_slopes=alibi_slopes, sinks=sinks,
-            score_mod=_score_mod_of(score_mod, number), mask_mod=_mask_mod_of(mask_mod, number),
-            dropout=dropout, seed=None if seeds is None else seeds[number, ...], impl=impl,
-        )
+    parts = _each(
+        attention, heads_first, starts_q, starts_kv, seeds, score_mod, mask_mod,
+        {"causal": causal, "window": window, "scale": scale, "softcap": softcap,
+         "alibi_slopes": alibi_slopes, "sinks": sinks, "dropout": dropout, "impl": impl},
+    )  # fmt: skip
+    return cast(ArrayT, xp.permute_dims(xp.concat(parts, axis=1), (1, 0, 2)))
 
+
+def varlen_attention_vjp(
+    query: ArrayT,
+    key: ArrayT,
+    value: ArrayT,
+    cu_seqlens_q: Array,
+    cu_seqlens_kv: Array,
+    *,
+    causal: bool = False,
+    window: tuple[int | None, int | None] | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    alibi_slopes: Array | None = None,
+    sinks: Array | None = None,
+    score_mod: ScoreMod | None = None,
+    mask_mod: MaskMod | None = None,
+    dropout: float = 0.0,
+    seed: int | Array | None = None,
+    impl: Impl = "auto",
+) -> tuple[ArrayT, Callable[[Array], Grads]]:
+    """Attention inside each of several packed sequences, and the function that goes back.
+
+    One sequence after the other, each as `attention_vjp` has it.
+
+    Parameters
+    ----------
+    query, key, value, cu_seqlens_q, cu_seqlens_kv
+        As in `varlen_attention`.
+    causal, window, scale, softcap, alibi_slopes, sinks, mask_mod, dropout, seed, impl : optional
+        As in `varlen_attention`.
+    score_mod : pair of callables (f, df), optional
+        As in `attention_vjp`.
+
+    Returns
+    -------
+    out : array, shape (tokens_q, num_heads, d_v)
+        As `varlen_attention` returns it.
+    pullback : callable
+        ``pullback(grad_out) -> Grads``, each with its argument's shape and dtype; those of sinks
+        and slopes are summed over the sequences.
+
+    Raises
+    ------
+    TypeError, ValueError
+        As in `varlen_attention` and `attention_vjp`.
+
+    Notes
+    -----
+    Nothing is padded. A sequence without keys, or without queries, has gradients of 0.
+
+    References
+    ----------
+    arXiv 2307.08691.
+
+    Examples
+    --------
+    >>> import numpy as np, scaledot as sd
+    >>> x = np.ones((5, 1, 2), dtype=np.float32)
+    >>> out, pullback = sd.varlen_attention_vjp(x, x, x, [0, 2, 5], [0, 2, 5], causal=True)
+    >>> pullback(out).value.shape
+    (5, 1, 2)
+    """
+    starts_q, starts_kv = _checked(query, key, value, cu_seqlens_q, cu_seqlens_kv)
+    xp, count = _arrays.namespace(query), len(starts_q) - 1
+    seeds = _sequence_seeds(seed, count) if _checks.dropout(dropout, seed) else None
+    parts = _each(
+        attention_vjp, [xp.permute_dims(x, (1, 0, 2)) for x in (query, key, value)],
+        starts_q, starts_kv, seeds, score_mod, mask_mod,
+        {"causal": causal, "window": window, "scale": scale, "softcap": softcap,
+         "alibi_slopes": alibi_slopes, "sinks": sinks, "dropout": dropout, "impl": impl},
+    )  # fmt: skip
+
+    def joined(found: list[Array]) -> Array:
+        return xp.permute_dims(xp.concat(found, axis=1), (1, 0, 2))
+
+    out = joined([out for out, _ in parts])
+
+    def pullback(grad_out: Array) -> Grads:
+        check_like("grad_out", grad_out, out)
+        rows = xp.permute_dims(grad_out, (1, 0, 2))
+        starts = starts_q if count else [0, 0]
+        grads = [
+            back(rows[:, start:stop, :])
+            for (_, back), start, stop in zip(parts, starts, starts[1:], strict=False)
+        ]
+        sums = {
+            name: functools.reduce(lambda a, b: a + b, [getattr(g, name) for g in grads])
+            for name in ("sinks", "alibi_slopes") if getattr(grads[0], name) is not None
+        }  # fmt: skip
+        operands = {n: joined([getattr(g, n) for g in grads]) for n in ("query", "key", "value")}
+        return Grads(**operands, **sums)
+
+    return cast(ArrayT, out), pullback
+
+
+def _each(
+    function: Callable[..., Any], heads_first: list[Array], starts_q: list[int],
+    starts_kv: list[int], seeds: Any, score_mod: Any, mask_mod: Any, options: dict[str, Any],
+) -> list[Any]:  # fmt: skip
+    """Results of a function for every sequence, given (heads, tokens, d) of all of them."""
     # A packed batch of no sequences still has its shape and is checked as one empty sequence.
-    if count == 0:
-        starts_q, starts_kv, count = [0, 0], [0, 0], 1
+    if len(starts_q) == 1:
+        starts_q, starts_kv = [0, 0], [0, 0]
         seeds = None if seeds is None else batch_seeds(0, 1)
-    packed = xp.concat([sequence(number) for number in range(count)], axis=1)
-    return cast(ArrayT, xp.permute_dims(packed, (1, 0, 2)))
+    results = []
+    for number, (rows, columns) in enumerate(
+        zip(itertools.pairwise(starts_q), itertools.pairwise(starts_kv), strict=True)
+    ):
+        q = heads_first[0][:, slice(*rows), :]
+        k, v = (x[:, slice(*columns), :] for x in heads_first[1:])
+        results.append(function(
+            q, k, v, **options, score_mod=_score_mod_of(score_mod, number),
+            mask_mod=_mask_mod_of(mask_mod, number),
+            seed=None if seeds is None else seeds[number, ...],
+        ))  # fmt: skip
+    return results
 
 
 def _at_once(
@@ -210,13 +319,15 @@ def _sequence_seeds(seed: Any, count: int) -> Any:
     return _arrays.namespace(seed).broadcast_to(seed, (count,))
 
 
-def _score_mod_of(function: Any, number: int) -> Any:
-    """Give a score_mod the number of its sequence as ``batch``."""
-    if not callable(function):
-        return function
+def _score_mod_of(given: Any, number: int) -> Any:
+    """Give a score_mod, and its derivative, the number of its sequence as ``batch``."""
+    if isinstance(given, tuple):
+        return tuple(_score_mod_of(function, number) for function in given)
+    if not callable(given):
+        return given
 
     def score_mod(score: Any, batch: Any, head: Any, q_pos: Any, kv_pos: Any) -> Any:
-        return function(score, batch + number, head, q_pos, kv_pos)
+        return given(score, batch + number, head, q_pos, kv_pos)
 
     return score_mod
 
