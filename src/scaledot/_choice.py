@@ -10,7 +10,7 @@ import os
 import sys
 from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any, cast
 
 import numpy as np
@@ -56,6 +56,7 @@ def run(
     With ``rounded`` kernels give ``out`` in query's dtype, and ``lse`` only if that is wanted too:
     the others round nothing. ``name`` is that of the call for `again`.
     """
+    problem = _forward_only(problem)
     implementation, _ = choose(problem)
     if implementation == "dense":
         return _reference.dense(complete(problem))
@@ -72,6 +73,11 @@ def run(
         if problem.spec.impl == "kernels":
             raise
         return _blockwise.blockwise(complete(problem))  # shows the error that the function raises
+
+
+def _forward_only(problem: Problem) -> Problem:
+    """A problem without what only its derivatives need, and would be compiled for."""
+    return problem if problem.score_slope is None else replace(problem, score_slope=None)
 
 
 # Calls of a model repeat: the checks and the preparation of one serve all that are alike. The name
@@ -154,6 +160,7 @@ def _keep(name: Name | None, problem: Problem, call: Callable[..., State]) -> No
 
 def weights(problem: Problem) -> Array:
     """Weights of all queries of a problem by the chosen implementation."""
+    problem = _forward_only(problem)
     name, _ = choose(problem, problem.sinks)
     if name == "dense":
         return _reference.dense_weights(complete(problem))
@@ -170,6 +177,7 @@ def weights(problem: Problem) -> Array:
 
 def tiles(problem: Problem) -> _blockwise.Tiles:
     """Work and memory of the chosen implementation."""
+    problem = _forward_only(problem)
     name, _ = choose(problem)
     if name == "kernels":
         return cast(_blockwise.Tiles, _bridge().tiles(problem))

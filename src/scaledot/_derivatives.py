@@ -57,7 +57,7 @@ class Second(NamedTuple):
     """What reaches the inputs of a backward pass from its results."""
 
     grads: Grads
-    grad_out: Array
+    grad_out: Array | None
     grad_lse: Array
 
 
@@ -65,10 +65,11 @@ class Rows(NamedTuple):
     """What is known of each query, (lead, num_heads, len_q, width) or width 1."""
 
     lse: Array  # 0 where a row is empty
-    grad_out: Array
-    delta: Array  # rowsum(dO∘O) - dlse
-    tangent: Array | None = None  # tangent of lse
-    mean: Array | None = None  # of what the second derivative weighs
+    grad_out: Array = None
+    delta: Array = None  # rowsum(dO∘O) - dlse
+    tangent: Array = None  # tangent of lse
+    mean: Array = None  # of what the second derivative weighs
+    mass: Array | None = None  # sum of exp(S - lse), where lse is too large to make it 1
 
 
 class Tile(NamedTuple):
@@ -88,7 +89,8 @@ def backward(problem: Problem, rows: Rows, wanted: Any, *, in_blocks: bool) -> G
     sums = _Sums(xp, problem, wanted)
     with _arrays.quiet(xp):
         for place, part in _parts(problem, in_blocks):
-            tile, row = _tile(xp, part, rows.lse, place), _rows(rows, place)
+            row = _rows(rows, place)
+            tile = _tile(xp, part, row)
             weights = _kept(tile, tile.weights)
             if sums.wants("value"):
                 sums.add(place, value=_outer(xp, part, weights, row.grad_out))
@@ -105,7 +107,7 @@ def backward(problem: Problem, rows: Rows, wanted: Any, *, in_blocks: bool) -> G
 
 
 def tangent(
-    problem: Problem, lse: Array, tangents: Grads, *, in_blocks: bool
+    problem: Problem, rows: Rows, tangents: Grads, *, in_blocks: bool
 ) -> tuple[Array, Array]:
     """Sums over keys of what the tangents move, without sinks.
 
@@ -121,15 +123,28 @@ def tangent(
     mean = xp.zeros((*shape, 1), dtype=dtype, **device)
     with _arrays.quiet(xp):
         for place, part in _parts(problem, in_blocks):
-            tile, given = _tile(xp, part, lse, place), _tangents_of(tangents, problem, place)
+            tile = _tile(xp, part, _rows(rows, place))
+            given = _tangents_of(tangents, problem, place)
             moved = tile.weights * _moved(xp, tile, given)
-            region = place[:-1]
+            region = (*place[:-1], ...)
             mean[region] = mean[region] + xp.sum(moved, axis=-1, keepdims=True)
             found = _times(xp, _kept(tile, moved), part.value)
             if given.value is not None:
                 found = found + _times(xp, _kept(tile, tile.weights), given.value)
             total[region] = total[region] + found
     return total, mean
+
+
+def masses(problem: Problem, rows: Rows, *, in_blocks: bool) -> Array:
+    """Sums of ``exp(S - lse)`` over the keys, (lead, num_heads, len_q, 1)."""
+    xp = _arrays.namespace(problem.query)
+    total = xp.zeros_like(rows.lse)
+    with _arrays.quiet(xp):
+        for place, part in _parts(problem, in_blocks):
+            region = (*place[:-1], ...)
+            weights = _tile(xp, part, _rows(rows, place)).weights
+            total[region] = total[region] + xp.sum(weights, axis=-1, keepdims=True)
+    return total
 
 
 def second(
@@ -140,7 +155,8 @@ def second(
     sums = _Sums(xp, problem, wanted)
     with _arrays.quiet(xp):
         for place, part in _parts(problem, in_blocks):
-            tile, row = _tile(xp, part, rows.lse, place), _rows(rows, place)
+            row = _rows(rows, place)
+            tile = _tile(xp, part, row)
             given = _tangents_of(tangents, problem, place)
             moved = _moved(xp, tile, given)
             products = _kept(tile, grouped_matmul(xp, row.grad_out, _turned(xp, part.value)))
@@ -246,7 +262,7 @@ def _parts(problem: Problem, in_blocks: bool) -> Iterator[tuple[Region, Problem]
 
 
 def _rows(rows: Rows, place: Region) -> Rows:
-    return Rows(*(None if x is None else x[place[:-1]] for x in rows))
+    return Rows(*(None if x is None else x[(*place[:-1], ...)] for x in rows))
 
 
 def _tangents_of(tangents: Grads, problem: Problem, place: Region) -> Grads:
@@ -259,14 +275,15 @@ def _tangents_of(tangents: Grads, problem: Problem, place: Region) -> Grads:
     return Grads(**found)
 
 
-def _tile(xp: Any, problem: Problem, lse: Array, place: Region) -> Tile:
+def _tile(xp: Any, problem: Problem, rows: Rows) -> Tile:
     """Weights of a tile, and the derivatives of its scores."""
     seen, spec = seen_of(problem), problem.spec
     products = raw_scores(xp, problem, seen)
     scores = plain_scores(xp, problem, products, seen)
     angle = None if spec.softcap is None else xp.tanh(products * spec.scale / spec.softcap)
     slope = None if problem.score_mod is None else mod_slopes(xp, problem, scores)
-    weights = exponentials(xp, modified(xp, problem, scores) - lse[place[:-1]], seen)
+    weights = exponentials(xp, modified(xp, problem, scores) - rows.lse, seen)
+    weights = weights if rows.mass is None else weights / rows.mass
     factor = None
     if spec.dropout:
         kept = xp.astype(kept_of(xp, problem), weights.dtype)

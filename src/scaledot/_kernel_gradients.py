@@ -33,10 +33,12 @@ class Passed(NamedTuple):
     lse: Any  # (lead, num_heads, len_q) of NumPy, in order, in the accumulation dtype
     grad_out: Array  # like out, any strides and dtype
     delta: Any  # like lse: the gradient of lse, which becomes delta = rowsum(dO∘O) - dlse
+    shift: Any = None  # like lse: power of two by which exp(S - lse) is too small
 
 
 def passed_of(
-    problem: Problem, out: Array, lse: Array, grad_out: Array, grad_lse: Array | None
+    problem: Problem, out: Array, lse: Array, grad_out: Array, grad_lse: Array | None,
+    mass: Array | None,
 ) -> Passed:
     """Arrays of the caller as the kernels read them; copies only where they must be."""
     shape, numbers = problem.spec.scores_shape[:-1], cpu.numbers_of(problem.spec)
@@ -47,7 +49,14 @@ def passed_of(
         delta = np.array(_plain(grad_lse), dtype=numbers, order="C").reshape(shape)
     wide = (*shape, problem.spec.d_v)
     grad_out = _readable(grad_out, out if problem.spec.dtype == "bfloat16" else None)
-    return Passed(_in_order(out).reshape(wide), known, grad_out.reshape(wide), delta)
+    return Passed(
+        _in_order(out).reshape(wide), known, grad_out.reshape(wide), delta, _shift(mass)
+    )
+
+
+def _shift(mass: Array | None) -> Any:
+    """Power of two that makes the weights of a row sum to 1, of their sum (..., 1)."""
+    return None if mass is None else np.ascontiguousarray(-np.log2(_plain(mass)[..., 0]))
 
 
 def _plain(x: Array) -> Any:
@@ -87,15 +96,19 @@ def run(problem: Problem, passed: Passed, wanted: Collection[str]) -> Grads:
     return Grads(**{name: in_library(x, problem) for name, x in found.items()})
 
 
-def tangent(problem: Problem, lse: Array, tangents: Grads) -> tuple[Array, Array]:
-    """`_derivatives.tangent` of finite tangents in normal form, of the problem's library."""
+def tangent(problem: Problem, rows: Rows, tangents: Grads | None) -> tuple[Array, Array]:
+    """`_derivatives.tangent` of finite tangents in normal form, of the problem's library.
+
+    Without tangents the second result are the sums of weights.
+    """
     spec, numbers = problem.spec, cpu.numbers_of(problem.spec)
     total = np.zeros((*spec.scores_shape[:-1], spec.d_v), dtype=numbers)
     mean = np.zeros((*spec.scores_shape[:-1], 1), dtype=numbers)
     if mean.size and spec.len_kv:
-        passed = Passed(total, _in_order(_plain(lse)), total, mean)
-        call = _Backward(problem, passed)
-        known = call.tiles(call.moves(tangents) | {"row_tangent": address(mean)})
+        lse, shift = np.ascontiguousarray(_plain(rows.lse)), _shift(rows.mass)
+        call = _Backward(problem, Passed(total, lse, total, mean, shift))
+        moves = {"weighs": 1} if tangents is None else call.moves(tangents)
+        known = call.tiles(moves | {"row_tangent": address(mean)})
         scratch = kernel_tangent.room_bytes(
             call.vectors.lanes, call.vectors.size, spec.d_k, spec.d_v, spec.len_q
         )
@@ -116,7 +129,7 @@ def second(problem: Problem, rows: Rows, tangents: Grads, wanted: Collection[str
     if not delta.size or not problem.spec.len_kv:
         found = _zeros(problem, wanted)
     else:
-        call = _Backward(problem, Passed(grad_out, lse, grad_out, delta))
+        call = _Backward(problem, Passed(grad_out, lse, grad_out, delta, _shift(rows.mass)))
         known = call.moves(tangents)
         known |= {"row_tangent": address(of_lse), "row_mean": address(mean)}
         found = call.operands(wanted, known)
@@ -168,7 +181,7 @@ class _Backward:
         self.known |= {
             "grad_out": address(passed.grad_out), "grad_row": grad.strides[-2],
             "grad_column": grad.strides[-1], "grad_dtype": grad.dtype,
-            "delta": address(passed.delta),
+            "delta": address(passed.delta), "row_shift": address(passed.shift),
         }  # fmt: skip
 
     def launch(self, kernel: Kernel, tasks: int, scratch: int, known: dict[str, Any]) -> None:

@@ -65,33 +65,34 @@ def backward(
     wanted = {name for name in wanted if getattr(arguments, name) is not None}
     name, _ = _choice.choose(problem)
     with _arrays.quiet(xp):
+        mass = _mass(xp, problem, name, lse)
         if name == "kernels":
-            grads, rows = _by_kernels(xp, problem, out, lse, grad_out, grad_lse, wanted)
+            grads, rows = _by_kernels(xp, problem, out, lse, grad_out, grad_lse, mass, wanted)
         else:
-            rows = _row_terms(xp, problem, out, lse, grad_out, grad_lse)
+            rows = _row_terms(xp, problem, out, lse, grad_out, grad_lse, mass)
             grads = _derivatives.backward(
                 complete(problem), rows, wanted, in_blocks=name != "dense"
             )
         if "sinks" in wanted:
-            shares = -_sink_weights(xp, problem, rows.lse) * rows.delta
-            grads = grads._replace(sinks=_of_heads(xp, problem, shares))
+            shares = _sink_weights(xp, problem, rows) * rows.delta
+            grads = grads._replace(sinks=-_of_heads(xp, problem, shares))
         return _like_arguments(xp, grads, arguments)
 
 
 def _by_kernels(
     xp: Any, problem: Problem, out: Array, lse: Array, grad_out: Array, grad_lse: Array | None,
-    wanted: Collection[str],
+    mass: Array | None, wanted: Collection[str],
 ) -> tuple[Grads, Rows]:  # fmt: skip
     """Gradients by the kernels, and what of the rows the gradient of sinks needs."""
     from scaledot import _kernel_gradients  # loads Numba
 
-    passed = _kernel_gradients.passed_of(problem, out, lse, grad_out, grad_lse)
+    passed = _kernel_gradients.passed_of(problem, out, lse, grad_out, grad_lse, mass)
     grads = _kernel_gradients.run(problem, passed, wanted)
     known, delta = (
         _kernel_gradients.in_library(x, problem)[..., None] for x in (passed.lse, passed.delta)
     )
     known = xp.where(known == -math.inf, xp.zeros_like(known), known)
-    return grads, Rows(known, passed.grad_out, delta)
+    return grads, Rows(known, passed.grad_out, delta, mass=mass)
 
 
 def tangent(
@@ -102,8 +103,10 @@ def tangent(
     problem = resolve(query, key, value, options, slices=slices)
     _need_slope(problem)
     xp = _arrays.namespace(query)
+    name, _ = _choice.choose(problem)
     with _arrays.quiet(xp):
-        moved = _moved(xp, problem, out, lse, _normal(xp, problem, tangents))
+        mass = _mass(xp, problem, name, lse)
+        moved = _moved(xp, problem, name, out, lse, mass, _normal(xp, problem, tangents))
         found = State(xp.astype(moved[0], out.dtype, copy=False), moved[1][..., 0])
     return State(found.out[0, ...], found.lse[0, ...]) if problem.spec.matrix else found
 
@@ -130,14 +133,17 @@ def second(
     name, _ = _choice.choose(problem)
     with _arrays.quiet(xp):
         given = _normal(xp, problem, tangents)
-        out_tangent, lse_tangent = _moved(xp, problem, out, lse, given)
-        rows = _row_terms(xp, problem, out, lse, grad_out, grad_lse)
+        mass = _mass(xp, problem, name, lse)
+        out_tangent, lse_tangent = _moved(xp, problem, name, out, lse, mass, given)
+        rows = _row_terms(xp, problem, out, lse, grad_out, grad_lse, mass)
         mean = xp.sum(rows.grad_out * out_tangent, axis=-1, keepdims=True)
         rows = rows._replace(tangent=lse_tangent, mean=mean - lse_tangent * rows.delta)
         grads = _second(xp, problem, name, rows, given, wanted)
         if "sinks" in wanted:
-            weighed = -rows.delta * (0.0 if given.sinks is None else given.sinks) - rows.mean
-            shares = _sink_weights(xp, problem, rows.lse) * weighed
+            weighed = -rows.mean
+            if given.sinks is not None:
+                weighed = weighed - rows.delta * given.sinks
+            shares = _sink_weights(xp, problem, rows) * weighed
             grads = grads._replace(sinks=_of_heads(xp, problem, shares))
         of_out = xp.astype(out_tangent, grad_out.dtype, copy=False)
         of_lse = lse_tangent[..., 0]
@@ -159,8 +165,31 @@ def _arguments(query: Array, key: Array, value: Array, options: Options) -> Grad
     return Grads(query, key, value, options.bias, options.sinks, options.alibi_slopes)
 
 
+def _mass(xp: Any, problem: Problem, name: str, lse: Array) -> Array | None:
+    """Sums of ``exp(score - lse)`` where lse is so large that it makes them nothing near 1.
+
+    A row all of whose biases are the lowest number has lse + log(len_kv) == lse. None where there
+    is no such row.
+    """
+    limit = 2.0**40 if problem.spec.dtype == "float64" else 2.0**16
+    if not _arrays.may_hold(xp.any((xp.abs(lse) > limit) & xp.isfinite(lse))):
+        return None
+    rows = _row_terms(xp, problem, None, lse, None, None, None)
+    if name == "kernels":
+        from scaledot import _kernel_gradients  # loads Numba
+
+        _, mass = _kernel_gradients.tangent(problem, rows, None)
+    else:
+        mass = _derivatives.masses(complete(problem), rows, in_blocks=name != "dense")
+    if problem.sinks is not None:
+        mass = mass + xp.exp(problem.sinks - rows.lse)
+    large = (xp.abs(rows.lse) > limit) & (mass > 0)
+    return xp.where(large, mass, xp.ones_like(mass))
+
+
 def _row_terms(
-    xp: Any, problem: Problem, out: Array, lse: Array, grad_out: Array, grad_lse: Array | None
+    xp: Any, problem: Problem, out: Array | None, lse: Array, grad_out: Array | None,
+    grad_lse: Array | None, mass: Array | None,
 ) -> Rows:
     """What a backward pass knows of each row, in normal form."""
     dtype = accumulation(problem.query, problem.spec)
@@ -169,33 +198,36 @@ def _row_terms(
     def rows(x: Array, width: int) -> Array:
         return xp.reshape(xp.astype(x, dtype, copy=False), (*shape, width))
 
+    lse = rows(lse, 1)
+    # A row that sees nothing has no gradient, whatever is asked of its -inf.
+    empty = lse == -math.inf
+    known = xp.where(empty, xp.zeros_like(lse), lse)
+    if out is None or grad_out is None:
+        return Rows(known, mass=mass)
     d_v = problem.spec.d_v
-    grad_out, lse = rows(grad_out, d_v), rows(lse, 1)
+    grad_out = rows(grad_out, d_v)
     delta = xp.sum(grad_out * rows(out, d_v), axis=-1, keepdims=True)
     if grad_lse is not None:
         delta = delta - rows(grad_lse, 1)
-    # A row that sees nothing has no gradient, whatever is asked of its -inf.
-    empty = lse == -math.inf
-    delta = xp.where(empty, xp.zeros_like(delta), delta)
-    return Rows(xp.where(empty, xp.zeros_like(lse), lse), grad_out, delta)
+    return Rows(known, grad_out, xp.where(empty, xp.zeros_like(delta), delta), mass=mass)
 
 
 def _moved(
-    xp: Any, problem: Problem, out: Array, lse: Array, tangents: Grads
+    xp: Any, problem: Problem, name: str, out: Array, lse: Array, mass: Array | None,
+    tangents: Grads,
 ) -> tuple[Array, Array]:
     """Tangents of out and lse in the accumulation dtype, in normal form, lse with a last axis."""
-    rows = _row_terms(xp, problem, out, lse, out, None)  # grad_out stands for out itself
-    name, _ = _choice.choose(problem)
+    rows = _row_terms(xp, problem, out, lse, out, None, mass)  # grad_out stands for out itself
     if name == "kernels" and _are_finite(xp, *tangents):
         from scaledot import _kernel_gradients  # loads Numba
 
-        total, mean = _kernel_gradients.tangent(problem, rows.lse, tangents)
+        total, mean = _kernel_gradients.tangent(problem, rows, tangents)
     else:
         total, mean = _derivatives.tangent(
-            complete(problem), rows.lse, tangents, in_blocks=name != "dense"
+            complete(problem), rows, tangents, in_blocks=name != "dense"
         )
     if tangents.sinks is not None:
-        mean = mean + _sink_weights(xp, problem, rows.lse) * tangents.sinks
+        mean = mean + _sink_weights(xp, problem, rows) * tangents.sinks
     return total - mean * rows.grad_out, mean
 
 
@@ -224,9 +256,10 @@ def _are_finite(xp: Any, *arrays: Array | None) -> bool:
     return not _reference.not_finite(xp, *(x for x in arrays if x is not None))
 
 
-def _sink_weights(xp: Any, problem: Problem, lse: Array) -> Array:
+def _sink_weights(xp: Any, problem: Problem, rows: Rows) -> Array:
     """Weight of the sink in each row, (lead, num_heads, len_q, 1)."""
-    return xp.exp(problem.sinks - lse)
+    weights = xp.exp(problem.sinks - rows.lse)
+    return weights if rows.mass is None else weights / rows.mass
 
 
 def _of_heads(xp: Any, problem: Problem, x: Array) -> Array:

@@ -249,7 +249,15 @@ def modified(xp: Any, problem: Problem, scores: Array) -> Array:
 def mod_slopes(xp: Any, problem: Problem, scores: Array) -> Array:
     """Derivative of ``score_mod`` at the scores before it."""
     assert problem.score_slope is not None
-    slopes = _call_mod(problem, "score_mod", problem.score_slope, scores)
+    function = problem.score_slope
+
+    def slope(*arguments: Array) -> Array:
+        found = function(*arguments)
+        if isinstance(found, (int, float)):  # the derivative of a linear function
+            return xp.full_like(scores[..., :1, :1], found)
+        return found
+
+    slopes = _call_mod(problem, "score_mod", slope, scores)
     return xp.astype(slopes, scores.dtype, copy=False)
 
 

@@ -45,6 +45,7 @@ INTEGERS = (
     # Of the backward pass; arrays of the kind's numbers are contiguous where nothing else is said.
     "grad_out", "grad_places", "grad_row", "grad_column", "grad_dtype",
     "delta",  # (pairs, len_q)
+    "row_shift",  # (pairs, len_q): power of two by which exp(S - lse) is too small, or 0
     "key_range",  # keys of a task
     "progress",  # int64 (pairs, blocks of queries): ranges whose share of dq has been added
     "dq",  # (pairs, len_q, d_k), or 0
@@ -60,6 +61,7 @@ INTEGERS = (
     "tangent_value", "tangent_v_places",
     "tangent_call",  # a record whose bias and slopes are the tangents of bias and slopes, or 0
     "move", "bend",  # of `options`
+    "weighs",  # 1: the sums of weights are asked for, not those of tangents
     "row_tangent", "row_mean",  # (pairs, len_q): tangent of lse; mean of what is weighed
     "scratch", "scratch_bytes",  # of each worker
     "status",  # int64: what went wrong

@@ -14,7 +14,7 @@ import numpy as np
 from scaledot._kernels.call import ask
 from scaledot._kernels.forward import score_tile
 from scaledot._kernels.jit import inlined, separate
-from scaledot._kernels.kinds import BLOCK_KV, SUBS, has_pairs, lanes, numbers, size
+from scaledot._kernels.kinds import BLOCK_KV, SUBS, halves_at, has_pairs, lanes, numbers, size
 from scaledot._kernels.layout import LINE, MR, NR, up
 from scaledot._kernels.pack import (
     all_finite,
@@ -50,6 +50,7 @@ class Room(NamedTuple):
     grads: int  # (SUBS · span, v_wide): dO, the same
     dq: int  # (SUBS, k_wide, span): turned over
     lse: int  # (SUBS · span,)
+    shift: int  # (SUBS · span,)
     delta: int  # (SUBS · span,)
     work: int  # (BLOCK_KV + lanes, span): scores before score_mod
     raw: int  # the same: scores before every option
@@ -80,9 +81,9 @@ def room_sizes(
         number * keys * k_wide, number * keys * v_wide, number * subs * k_wide * span,
         number * subs * v_wide * span, number * subs * span * k_wide,
         number * subs * span * v_wide, number * subs * k_wide * span, number * subs * span,
-        number * subs * span, tile, tile, tile, tile, tile // 2, tile // 2, tile // 2,
-        number * span, number * span,
-        number * lane * wide, subs * span, keys, (BLOCK_KV + lane) * span, 8 * span,
+        number * subs * span, number * subs * span, tile, tile, tile, tile,
+        tile // 2, tile // 2, tile // 2, number * span, number * span, number * lane * wide,
+        subs * span, keys, (BLOCK_KV + lane) * span, 8 * span,
     )  # fmt: skip
 
 
@@ -110,24 +111,25 @@ def room_of(kind, call, worker):  # type: ignore[no-untyped-def]
     grads = queries + up(s[7])
     dq = grads + up(s[8])
     lse = dq + up(s[9])
-    delta = lse + up(s[10])
-    work = delta + up(s[11])
-    raw = work + up(s[12])
-    products = raw + up(s[13])
-    scores = products + up(s[14])
-    weights_16 = scores + up(s[15])
-    grads_16 = weights_16 + up(s[16])
-    grad_pairs = grads_16 + up(s[17])
-    top = grad_pairs + up(s[18])
-    ones = top + up(s[19])
-    rows = ones + up(s[20])
-    odd = rows + up(s[21])
-    odd_keys = odd + up(s[22])
-    seen = odd_keys + up(s[23])
+    shift = lse + up(s[10])
+    delta = shift + up(s[11])
+    work = delta + up(s[12])
+    raw = work + up(s[13])
+    products = raw + up(s[14])
+    scores = products + up(s[15])
+    weights_16 = scores + up(s[16])
+    grads_16 = weights_16 + up(s[17])
+    grad_pairs = grads_16 + up(s[18])
+    top = grad_pairs + up(s[19])
+    ones = top + up(s[20])
+    rows = ones + up(s[21])
+    odd = rows + up(s[22])
+    odd_keys = odd + up(s[23])
+    seen = odd_keys + up(s[24])
     return Room(
-        keys, clean_keys, values, dk, dv, panels, grad_panels, queries, grads, dq, lse, delta,
-        work, raw, products, scores, weights_16, grads_16, grad_pairs, top, ones, rows, odd,
-        odd_keys, seen, seen + up(s[24]),
+        keys, clean_keys, values, dk, dv, panels, grad_panels, queries, grads, dq, lse, shift,
+        delta, work, raw, products, scores, weights_16, grads_16, grad_pairs, top, ones, rows,
+        odd, odd_keys, seen, seen + up(s[25]),
     )  # fmt: skip
 
 
@@ -203,22 +205,34 @@ def load_block(kind, call, room, pair, first_row, count):  # type: ignore[no-unt
             call.grad_dtype, some, call.d_v, columns, span, room.rows,
             room.grad_panels + size(kind) * sub * panel_depth(kind, call.d_v) * span,
         )  # fmt: skip
+    load_lse(kind, call, pair, first_row, count, room.lse, room.shift)
     blocks = -(-count // span) * span
-    lse, delta = numbers(kind, room.lse, blocks), numbers(kind, room.delta, blocks)
     place = size(kind) * (pair * call.len_q + first_row)
-    given, deltas = numbers(kind, call.lse + place, count), numbers(kind, call.delta + place, count)
-    lse[count:] = 0
+    delta, deltas = numbers(kind, room.delta, blocks), numbers(kind, call.delta + place, count)
+    given = numbers(kind, call.lse + place, count)
     delta[count:] = 0
     for i in range(count):
-        lse[i] = finite_lse(given[i])
         delta[i] = deltas[i] if given[i] != -np.inf else 0
     return odd
 
 
-@inlined
-def finite_lse(x):  # type: ignore[no-untyped-def]
-    """Lse of a row: 0 where it is empty; nan for an infinite score, whose weights are unknown."""
-    return np.nan if x == np.inf else (0.0 if x == -np.inf else x)
+@separate
+def load_lse(kind, call, pair, row, count, target, shift):  # type: ignore[no-untyped-def]
+    """Lse and shift of a block of queries.
+
+    Lse is 0 where a row is empty, and nan for an infinite score, whose weights are unknown.
+    """
+    span = NR * lanes(kind)
+    rows, place = -(-count // span) * span, size(kind) * (pair * call.len_q + row)
+    lse, given = numbers(kind, target, rows), numbers(kind, call.lse + place, count)
+    shifts = numbers(kind, shift, rows)
+    lse[count:] = 0
+    shifts[:] = 0
+    if call.row_shift:
+        shifts[:count] = numbers(kind, call.row_shift + place, count)
+    for i in range(count):
+        x = given[i]
+        lse[i] = np.nan if x == np.inf else (0.0 if x == -np.inf else x)
 
 
 @separate
@@ -250,13 +264,13 @@ def gradient_tile(  # type: ignore[no-untyped-def]
             room.products + begin, 0,
         )  # fmt: skip
     if has_pairs(kind) and not (call.threshold or call.chain or odd):
-        finish_pairs(kind, room, True, sub, nr, first, last)
+        finish_pairs(kind, room, True, sub, count, first, last)
         return first, last
     for c in range(nr):
         column, place = size(kind) * c * lane, size(kind) * (sub * span + c * lane)
         weigh_back(
             kind, room.scores + begin + column, span, last - first, room.lse + place,
-            room.delta + place, room.products + begin + column,
+            room.shift + place, room.delta + place, room.products + begin + column,
         )  # fmt: skip
     if call.threshold:
         ask(
@@ -274,7 +288,7 @@ def gradient_tile(  # type: ignore[no-untyped-def]
             room.raw + begin, room.rows,
         )  # fmt: skip
     if has_pairs(kind):
-        finish_pairs(kind, room, False, sub, nr, first, last)
+        finish_pairs(kind, room, False, sub, count, first, last)
     return first, last
 
 
@@ -285,24 +299,28 @@ def depth_in(kind, d):  # type: ignore[no-untyped-def]
 
 
 @inlined
-def finish_pairs(kind, room, weigh, sub, nr, first, last):  # type: ignore[no-untyped-def]
+def finish_pairs(kind, room, weigh, sub, count, first, last):  # type: ignore[no-untyped-def]
     """Round the weights and gradients of a tile to bfloat16; with ``weigh``, make them first."""
     span, lane = NR * lanes(kind), lanes(kind)
-    for c in range(nr):
+    for c in range(-(-count // lane)):
         place, column = size(kind) * (sub * span + c * lane), first * span + c * lane
         scores, products = room.scores + 4 * column, room.products + 4 * column
         weights, grads = room.weights_16 + 2 * column, room.grads_16 + 2 * column
         pairs = room.grad_pairs + 4 * (first // 2 * span + c * lane)
         if weigh:
             weigh_back_pairs(
-                kind, scores, span, last - first, room.lse + place, room.delta + place, products,
-                weights, grads, pairs,
+                kind, scores, span, last - first, room.lse + place, room.shift + place,
+                room.delta + place, products, weights, grads, pairs,
             )  # fmt: skip
         else:
             round_back(
-                kind, scores, span, last - first, room.lse + place, room.delta + place, products,
-                weights, grads, pairs,
+                kind, scores, span, last - first, room.lse + place, room.shift + place,
+                room.delta + place, products, weights, grads, pairs,
             )  # fmt: skip
+    if count % 2:  # the other half of the last pair counts as nothing, whatever it holds
+        for j in range(first, last):
+            halves_at(room.weights_16 + 2 * j * span, span)[count] = np.uint16(0)
+            halves_at(room.grads_16 + 2 * j * span, span)[count] = np.uint16(0)
 
 
 @inlined

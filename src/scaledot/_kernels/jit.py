@@ -29,11 +29,10 @@ from scaledot._threads import undisturbed
 VARIABLE = "SCALEDOT_CACHE_DIR"
 
 
-def _cache_folder() -> Path:
-    """Folder of this version of the kernels on this processor.
+def _digest() -> str:
+    """Hash of all that machine code depends on.
 
-    The folder's name holds a hash of all that machine code depends on: the sources, among them
-    the code that emits IR, the shapes of the target, and the compiler.
+    The sources, among them the code that emits IR, the shapes of the target, and the compiler.
     """
     digest = hashlib.sha256()
     for source in sorted(Path(__file__).parent.glob("*.py")):
@@ -41,9 +40,17 @@ def _cache_folder() -> Path:
     codegen = registry.cpu_target.target_context.codegen().magic_tuple()
     digest.update(repr((HOST, codegen, numba.__version__, llvmlite.__version__)).encode())
     digest.update(sys.version.encode())
+    return digest.hexdigest()[:24]
+
+
+_VERSION = _digest()  # at once: sources may change while a process runs
+
+
+def _cache_folder() -> Path:
+    """Folder of this version of the kernels on this processor."""
     root = os.environ.get(VARIABLE)
     base = Path(root) if root else Path.home() / ".cache" / "scaledot" / "kernels"
-    return base / digest.hexdigest()[:24]
+    return base / _VERSION
 
 
 _separate: set[str] = set()

@@ -45,7 +45,7 @@ class More(NamedTuple):
     moved: int  # a tile: tangents of the scaled products
     products: int  # the same: dO Vᵀ, later second derivatives by the scores
     others: int  # the same: dO dVᵀ, later first derivatives by the scores
-    rows: int  # (SUBS, 4, span): lse, delta, tangent of lse, mean
+    rows: int  # (SUBS, 5, span): lse, shift, delta, tangent of lse, mean
 
 
 def more_sizes(
@@ -57,7 +57,7 @@ def more_sizes(
     tile, block = number * (BLOCK_KV + lane) * span, number * subs * span
     return (
         number * keys * k_wide, number * keys * v_wide, block * k_wide, block * k_wide, tile,
-        tile, tile, 4 * block,
+        tile, tile, 5 * block,
     )  # fmt: skip
 
 
@@ -138,7 +138,7 @@ def second_tile(  # type: ignore[no-untyped-def]
         column = begin + size(kind) * c * lane
         weigh_second(
             kind, room.scores + column, span, last - first,
-            more.rows + size(kind) * (sub * 4 * span + c * lane), span, moved + column,
+            more.rows + size(kind) * (sub * 5 * span + c * lane), span, moved + column,
             more.products + column, more.others + column,
         )  # fmt: skip
     drop_all(kind, call, room, pair, row, tile + first, last - first, begin, room.scores,
@@ -173,12 +173,12 @@ def load_rows(kind, call, room, more, pair, row, count):  # type: ignore[no-unty
         )  # fmt: skip
     place = size(kind) * (pair * call.len_q + row)
     given = (
-        room.lse, room.delta, call.row_tangent + place, call.row_mean + place,
+        room.lse, room.shift, room.delta, call.row_tangent + place, call.row_mean + place,
     )  # fmt: skip
     for sub in range(-(-count // span)):
         some = min(span, count - sub * span)
-        for k in range(4):
-            target = numbers(kind, more.rows + size(kind) * (sub * 4 + k) * span, span)
+        for k in range(5):
+            target = numbers(kind, more.rows + size(kind) * (sub * 5 + k) * span, span)
             target[some:] = 0
             target[:some] = numbers(kind, given[k] + size(kind) * sub * span, some)
 

@@ -194,34 +194,37 @@ def soft_cap(context: Any, kind: Any, scores: Any, count: Any, cap: Any) -> Any:
     return types.void(kind, INT, INT, v.number), emit
 
 
-def _weight_and_grad(b: Any, v: Vectors, s: Any, product: Any, lse: Any, delta: Any) -> Any:
-    """``P = exp(S - lse)`` and ``dS = P∘(product - delta)``; 0 where a key may not be seen."""
+def _weight_and_grad(b: Any, v: Vectors, s: Any, product: Any, row: Any, delta: Any) -> Any:
+    """``P = exp(S - lse)`` and ``dS = P∘(product - delta)``; 0 where a key may not be seen.
+
+    ``row`` is a pair of lse and of the power of two by which the weights are too small.
+    """
     hidden = b.fcmp_ordered("==", s, v.const(float("-inf")))
-    weight = v.exp2(b, b.fmul(b.fsub(s, lse), v.const(LOG2E)))
+    weight = v.exp2(b, v.fma(b, b.fsub(s, row[0]), v.const(LOG2E), row[1]))
     weight = b.select(hidden, v.const(0.0), weight)
     grad = b.fmul(weight, b.fsub(product, delta))
     return weight, b.select(hidden, v.const(0.0), grad)
 
 
 @intrinsic
-def weigh_back(context: Any, kind: Any, scores: Any, stride: Any, count: Any, lse: Any, delta: Any,
-               products: Any) -> Any:  # fmt: skip
+def weigh_back(context: Any, kind: Any, scores: Any, stride: Any, count: Any, lse: Any, shift: Any,
+               delta: Any, products: Any) -> Any:  # fmt: skip
     """Turn scores into weights and products into gradients of scores, in place.
 
-    ``scores`` and ``products`` are columns: ``P = exp(S - lse)`` and ``dS = P∘(dO Vᵀ - delta)``,
-    both 0 where a key may not be seen, whatever the rest holds.
+    ``scores`` and ``products`` are columns: ``P = exp(S - lse) 2**shift`` and
+    ``dS = P∘(dO Vᵀ - delta)``, both 0 where a key may not be seen, whatever the rest holds.
     """
     v = vectors(kind)
 
     def emit(cx: Any, b: Any, sig: Any, args: Any) -> Any:
-        p, q = simd.pointer(b, args[1], v.scalar), simd.pointer(b, args[6], v.scalar)
-        top, d = (v.load(b, simd.pointer(b, args[i], v.scalar), I64(0)) for i in (4, 5))
+        p, q = simd.pointer(b, args[1], v.scalar), simd.pointer(b, args[7], v.scalar)
+        *row, d = (v.load(b, simd.pointer(b, args[i], v.scalar), I64(0)) for i in (4, 5, 6))
 
         def body(i: Any, carried: list[Any]) -> list[Any]:
             for u in range(UNROLL):
                 place = b.mul(b.add(i, I64(u)), args[2])
                 s, product = v.load(b, p, place), v.load(b, q, place)
-                weight, grad = _weight_and_grad(b, v, s, product, top, d)
+                weight, grad = _weight_and_grad(b, v, s, product, row, d)
                 v.store(b, p, place, weight)
                 v.store(b, q, place, grad)
             return []
@@ -229,7 +232,7 @@ def weigh_back(context: Any, kind: Any, scores: Any, stride: Any, count: Any, ls
         simd.loop(b, args[3], UNROLL, [], body)
         return cx.get_dummy_value()
 
-    return types.void(kind, *(INT,) * 6), emit
+    return types.void(kind, *(INT,) * 7), emit
 
 
 def _store_halves(b: Any, v: Vectors, rows: Any, places: list[Any], x: Any, y: Any) -> Any:
@@ -255,24 +258,24 @@ def _store_pairs(b: Any, v: Vectors, pairs: Any, place: Any, both: Any) -> None:
 def _rounded_back(weigh: bool) -> Any:
     @intrinsic
     def rounded_back(context: Any, kind: Any, scores: Any, stride: Any, count: Any, lse: Any,
-                     delta: Any, products: Any, weights: Any, grads: Any,
+                     shift: Any, delta: Any, products: Any, weights: Any, grads: Any,
                      pairs: Any) -> Any:  # fmt: skip
         v = vectors(kind)
 
         def emit(cx: Any, b: Any, sig: Any, args: Any) -> Any:
             if not is_pairs(kind):
                 return cx.get_dummy_value()
-            p, q = simd.pointer(b, args[1], v.scalar), simd.pointer(b, args[6], v.scalar)
-            top, d = (v.load(b, simd.pointer(b, args[i], v.scalar), I64(0)) for i in (4, 5))
-            w16, g16 = (simd.pointer(b, args[i], simd.I16) for i in (7, 8))
-            goal = simd.pointer(b, args[9], I32)
+            p, q = simd.pointer(b, args[1], v.scalar), simd.pointer(b, args[7], v.scalar)
+            *row, d = (v.load(b, simd.pointer(b, args[i], v.scalar), I64(0)) for i in (4, 5, 6))
+            w16, g16 = (simd.pointer(b, args[i], simd.I16) for i in (8, 9))
+            goal = simd.pointer(b, args[10], I32)
 
             def body(i: Any, carried: list[Any]) -> list[Any]:
                 for u in range(0, UNROLL, 2):
                     places = [b.mul(b.add(i, I64(u + k)), args[2]) for k in range(2)]
                     found = [(v.load(b, p, at), v.load(b, q, at)) for at in places]
                     if weigh:
-                        found = [_weight_and_grad(b, v, s, x, top, d) for s, x in found]
+                        found = [_weight_and_grad(b, v, s, x, row, d) for s, x in found]
                     _store_halves(b, v, w16, places, found[0][0], found[1][0])
                     both = _store_halves(b, v, g16, places, found[0][1], found[1][1])
                     line = b.mul(b.lshr(b.add(i, I64(u)), I64(1)), args[2])
@@ -282,7 +285,7 @@ def _rounded_back(weigh: bool) -> Any:
             simd.loop(b, args[3], UNROLL, [], body)
             return cx.get_dummy_value()
 
-        return types.void(kind, *(INT,) * 9), emit
+        return types.void(kind, *(INT,) * 10), emit
 
     return rounded_back
 
@@ -352,7 +355,7 @@ def soft_cap_bend(context: Any, kind: Any, grads: Any, first: Any, moved: Any, s
 
 @intrinsic
 def weigh_moved(context: Any, kind: Any, scores: Any, stride: Any, count: Any, lse: Any,
-                moved: Any, mean: Any) -> Any:  # fmt: skip
+                shift: Any, moved: Any, mean: Any) -> Any:  # fmt: skip
     """Turn scores into weights and their tangents into weighted ones, columns in place.
 
     ``mean`` has the sums of the latter added; both are 0 where a key may not be seen.
@@ -360,9 +363,9 @@ def weigh_moved(context: Any, kind: Any, scores: Any, stride: Any, count: Any, l
     v = vectors(kind)
 
     def emit(cx: Any, b: Any, sig: Any, args: Any) -> Any:
-        p, q = simd.pointer(b, args[1], v.scalar), simd.pointer(b, args[5], v.scalar)
-        goal = simd.pointer(b, args[6], v.scalar)
-        top = v.load(b, simd.pointer(b, args[4], v.scalar), I64(0))
+        p, q = simd.pointer(b, args[1], v.scalar), simd.pointer(b, args[6], v.scalar)
+        goal = simd.pointer(b, args[7], v.scalar)
+        row = [v.load(b, simd.pointer(b, args[i], v.scalar), I64(0)) for i in (4, 5)]
         zero = v.const(0.0)
 
         def body(i: Any, sums: list[Any]) -> list[Any]:
@@ -370,7 +373,7 @@ def weigh_moved(context: Any, kind: Any, scores: Any, stride: Any, count: Any, l
             for u in range(UNROLL):
                 place = b.mul(b.add(i, I64(u)), args[2])
                 weight, share = _weight_and_grad(
-                    b, v, v.load(b, p, place), v.load(b, q, place), top, zero
+                    b, v, v.load(b, p, place), v.load(b, q, place), row, zero
                 )
                 v.store(b, p, place, weight)
                 v.store(b, q, place, share)
@@ -382,7 +385,7 @@ def weigh_moved(context: Any, kind: Any, scores: Any, stride: Any, count: Any, l
         v.store(b, goal, I64(0), b.fadd(v.load(b, goal, I64(0)), total))
         return cx.get_dummy_value()
 
-    return types.void(kind, *(INT,) * 6), emit
+    return types.void(kind, *(INT,) * 7), emit
 
 
 @intrinsic
@@ -390,7 +393,7 @@ def weigh_second(context: Any, kind: Any, scores: Any, stride: Any, count: Any, 
                  row_step: Any, moved: Any, products: Any, others: Any) -> Any:  # fmt: skip
     """Second derivatives by the scores of a tile, columns in place.
 
-    Of lse, delta, mu and mean (``row_step`` numbers apart, from ``rows`` on), with weights ``P``,
+    ``rows`` holds lse, shift, delta, mu and mean, ``row_step`` numbers apart. With weights ``P``,
     tangents ``x`` of scores, products ``p`` of dO and V and ``o`` of dO and the values' tangents:
     ``products = P (x (p - delta) - mu p - mean + o)``, ``others = P (p - delta)``,
     ``scores = P (x - mu)``; all 0 where a key may not be seen.
@@ -400,14 +403,15 @@ def weigh_second(context: Any, kind: Any, scores: Any, stride: Any, count: Any, 
     def emit(cx: Any, b: Any, sig: Any, args: Any) -> Any:
         s, m, p, o = (simd.pointer(b, args[i], v.scalar) for i in (1, 6, 7, 8))
         known = simd.pointer(b, args[4], v.scalar)
-        lse, delta, mu, mean = (v.load(b, known, b.mul(args[5], I64(k))) for k in range(4))
+        loaded = [v.load(b, known, b.mul(args[5], I64(k))) for k in range(5)]
+        row, (delta, mu, mean) = loaded[:2], loaded[2:]
         zero = v.const(0.0)
 
         def body(i: Any, carried: list[Any]) -> list[Any]:
             for u in range(2):
                 place = b.mul(b.add(i, I64(u)), args[2])
                 score, product = v.load(b, s, place), v.load(b, p, place)
-                weight, first = _weight_and_grad(b, v, score, product, lse, delta)
+                weight, first = _weight_and_grad(b, v, score, product, row, delta)
                 hidden = b.fcmp_ordered("==", score, v.const(float("-inf")))
                 x = v.load(b, m, place)
                 weighed = b.fmul(x, b.fsub(product, delta))

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from scaledot._kernels.call import ask, read
 from scaledot._kernels.forward import accumulate, score_tile
-from scaledot._kernels.gradient import finite_lse, panel_depth, tile_range, wide_of
+from scaledot._kernels.gradient import load_lse, panel_depth, tile_range, wide_of
 from scaledot._kernels.jit import inlined, kernel, separate
 from scaledot._kernels.kinds import BLOCK_KV, SUBS, Double, Single, lanes, numbers, size
 from scaledot._kernels.layout import LINE, MR, NR, up
@@ -41,6 +41,7 @@ class Room(NamedTuple):
     tangent_panels: int  # the same of their tangents
     acc: int  # (SUBS, v_wide, span)
     lse: int  # (SUBS · span,)
+    shift: int  # (SUBS · span,)
     mean: int  # (SUBS · span,)
     work: int  # (BLOCK_KV + lanes, span): scores before score_mod
     raw: int  # the same: scores before every option
@@ -63,8 +64,9 @@ def room_sizes(lane: int, number: int, d_k: int, d_v: int, rows: int) -> tuple[i
     panel = number * subs * k_wide * span
     return (
         keys, values, keys, values, panel, panel, number * subs * v_wide * span,
-        number * subs * span, number * subs * span, tile, tile, tile, tile, number * span,
-        number * span, number * lane * wide, BLOCK_KV, (BLOCK_KV + lane) * span, 8 * span,
+        number * subs * span, number * subs * span, number * subs * span, tile, tile, tile, tile,
+        number * span, number * span, number * lane * wide, BLOCK_KV,
+        (BLOCK_KV + lane) * span, 8 * span,
     )  # fmt: skip
 
 
@@ -88,19 +90,20 @@ def room_of(kind, call, worker):  # type: ignore[no-untyped-def]
     tangent_panels = panels + up(s[4])
     acc = tangent_panels + up(s[5])
     lse = acc + up(s[6])
-    mean = lse + up(s[7])
-    work = mean + up(s[8])
-    raw = work + up(s[9])
-    moved = raw + up(s[10])
-    scores = moved + up(s[11])
-    top = scores + up(s[12])
-    ones = top + up(s[13])
-    rows = ones + up(s[14])
-    odd = rows + up(s[15])
-    seen = odd + up(s[16])
+    shift = lse + up(s[7])
+    mean = shift + up(s[8])
+    work = mean + up(s[9])
+    raw = work + up(s[10])
+    moved = raw + up(s[11])
+    scores = moved + up(s[12])
+    top = scores + up(s[13])
+    ones = top + up(s[14])
+    rows = ones + up(s[15])
+    odd = rows + up(s[16])
+    seen = odd + up(s[17])
     return Room(
-        keys, values, tangent_keys, tangent_values, panels, tangent_panels, acc, lse, mean, work,
-        raw, moved, scores, top, ones, rows, odd, seen, seen + up(s[17]),
+        keys, values, tangent_keys, tangent_values, panels, tangent_panels, acc, lse, shift, mean,
+        work, raw, moved, scores, top, ones, rows, odd, seen, seen + up(s[18]),
     )  # fmt: skip
 
 
@@ -169,7 +172,9 @@ def tangent_tile(kind, call, room, pair, sub, row, count, tile, low, high, seen)
         kind, call, nr, room.keys, room.tangent_keys, room.panels + panel,
         room.tangent_panels + panel, first, last, room.moved, room.top,
     )  # fmt: skip
-    if call.move:
+    if call.weighs:
+        numbers(kind, room.moved + begin, (last - first) * span)[:] = 1
+    elif call.move:
         multiply(
             kind, max(1, call.d_k), call.scale, nr, room.keys, k_wide, room.panels + panel, first,
             last, room.raw, room.top,
@@ -182,8 +187,10 @@ def tangent_tile(kind, call, room, pair, sub, row, count, tile, low, high, seen)
         column, place = begin + size(kind) * c * lane, size(kind) * (sub * span + c * lane)
         weigh_moved(
             kind, room.scores + column, span, last - first, room.lse + place,
-            room.moved + column, room.mean + place,
+            room.shift + place, room.moved + column, room.mean + place,
         )  # fmt: skip
+    if call.weighs:
+        return
     if call.threshold:
         for given in (room.scores, room.moved):
             ask(
@@ -241,18 +248,7 @@ def start_block(kind, call, room, pair, row, count):  # type: ignore[no-untyped-
     fill_tangent_panels(kind, call, pair, row, count, room.rows, room.tangent_panels)
     numbers(kind, room.acc, subs * wide_of(kind, call.d_v) * span)[:] = 0
     numbers(kind, room.mean, subs * span)[:] = 0
-    load_lse(kind, call, pair, row, count, room.lse)
-
-
-@separate
-def load_lse(kind, call, pair, row, count, target):  # type: ignore[no-untyped-def]
-    """Lse of a block of queries; 0 where a row is empty, nan where it is infinite."""
-    span = NR * lanes(kind)
-    lse = numbers(kind, target, -(-count // span) * span)
-    given = numbers(kind, call.lse + size(kind) * (pair * call.len_q + row), count)
-    lse[count:] = 0
-    for i in range(count):
-        lse[i] = finite_lse(given[i])
+    load_lse(kind, call, pair, row, count, room.lse, room.shift)
 
 
 @separate
