@@ -33,6 +33,7 @@ class Plugin:
     title: str
     env: str
     requirements: tuple[str, ...]
+    package: str
 
     @property
     def python(self) -> Path | None:
@@ -49,10 +50,10 @@ class Plugin:
         return f"SCALEDOT_BENCH_{self.env.upper()}"
 
 
-def discover() -> dict[str, Plugin]:
-    """All plug-ins by name, scaledot first."""
+def discover(package: str = "peers") -> dict[str, Plugin]:
+    """All plug-ins of a folder by name, scaledot first."""
     found = {}
-    for path in sorted((HERE / "peers").glob("[a-z]*.py")):
+    for path in sorted((HERE / package).glob("[a-z]*.py")):
         tree = ast.parse(path.read_text())
         constants = {
             node.targets[0].id: ast.literal_eval(node.value)
@@ -62,9 +63,11 @@ def discover() -> dict[str, Plugin]:
             and node.targets[0].id in ("TITLE", "ENV", "REQUIREMENTS")
         }
         found[path.stem] = Plugin(
-            path.stem, constants["TITLE"], constants["ENV"], constants["REQUIREMENTS"]
+            path.stem, constants["TITLE"], constants["ENV"], constants["REQUIREMENTS"], package
         )
-    first = ("scaledot", "torch", "flex", "zentorch", "onnxruntime", "openvino", "jax")
+    first = (
+        "scaledot", "scaledot_vjp", "torch", "flex", "zentorch", "onnxruntime", "openvino", "jax",
+    )  # fmt: skip
     others = sorted(set(found) - set(first))
     return {name: found[name] for name in (*first, *others) if name in found}
 
@@ -113,7 +116,8 @@ class Peer:
         if python is None:
             raise PeerError(f"not installed: python benchmarks/run.py --setup {self.plugin.name}")
         log = self._log.open("a")
-        command = [python, HERE / "worker.py", self.plugin.name, str(self.threads)]
+        about = (self.plugin.package, self.plugin.name, str(self.threads))
+        command = [python, HERE / "worker.py", *about]
         self._process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log,
             env=environment(self.scratch, own=not self.plugin.env),

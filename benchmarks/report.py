@@ -16,6 +16,8 @@ PEAKS = {"float32": "tile", "float16": "tile", "float64": "float64", "bfloat16":
 
 def share(case: Case, seconds: float, peaks: dict[str, float]) -> float | None:
     """Share of the measured peak: of read bandwidth to decode, else of multiply-adds."""
+    if not case.flops:
+        return None
     if case.decode:
         return case.kv_bytes / seconds / 1e9 / peaks["read"] if "read" in peaks else None
     # Without a micro-kernel, registers; without instructions for bfloat16, those for float32.
@@ -35,6 +37,8 @@ def time_of(cell: Cell) -> str:
 
 
 def rate_of(cell: Cell) -> str:
+    if not cell["gflop_per_s"]:
+        return ""
     rate = f"{three(cell['gb_per_s'])} GB/s" if "gb_per_s" in cell else three(cell["gflop_per_s"])
     return rate if cell["share"] is None else f"{rate}, {100 * cell['share']:.0f} %"
 
@@ -77,7 +81,7 @@ def against_others(result: Result, threads: int) -> list[str]:
             continue
         others = [
             cell for (name, peer), cell in cells.items()
-            if name == case.name and peer != OURS and "median_s" in cell
+            if name == case.name and not peer.startswith(OURS) and "median_s" in cell
             and peer in (case.against or peer)
         ]  # fmt: skip
         other = min(others, key=lambda cell: cell["median_s"], default=None)
@@ -121,12 +125,13 @@ def blanks(result: Result, threads: int) -> list[str]:
 
 def markdown(result: Result) -> str:
     """The whole result as a page."""
-    lines = ["# Speed", "", *result["machine"], ""]
+    lines = [f"# {result.get('title', 'Speed')}", "", *result["machine"], ""]
     for peer in result["peers"].values():
         found = ", ".join(f"{name} {x}" for name, x in peer["versions"].items())
         lines.append(f"* {peer['title']}: {found or peer['reason']}")
     lines += ["", f"{result['rounds']} rounds, the peers in turn. Load of the machine before and "
               f"after: {result['load'][0]:.1f}, {result['load'][1]:.1f}.", ""]  # fmt: skip
+    lines += [result["about"], ""] if result.get("about") else []
     for threads, peaks in ((int(n), x) for n, x in result["peaks"].items()):
         shown = ", ".join(f"{name} {x:.0f}" for name, x in peaks.items() if name != "read")
         lines += [

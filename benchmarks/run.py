@@ -2,6 +2,7 @@
 
     python benchmarks/run.py --setup torch jax ...     # environments of peers, once
     python benchmarks/run.py --write NAME              # results/NAME.json and results/NAME.md
+    python benchmarks/run.py --gradients --write NAME  # forward and backward together
 
 Every answer is checked against float64 before it is timed. Peers run in processes of their own and
 are timed in turn, A B C A B C ...; see README.md.
@@ -25,6 +26,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import gradients
 import machine
 import report
 from plugins import HERE, Peer, PeerError, discover, environment, set_up
@@ -66,9 +68,12 @@ def prepared(peer: Peer, case: Case, folder: Path) -> dict[str, Any]:
     except PeerError as error:
         return {"reason": str(error)}
     failed, arrays = answer["failed"], case.read_inputs(folder, mmap=True)
+    trained = case.passes != "forward"
     best: dict[str, Any] = {}
     for name, variant in answer["variants"].items():
-        error, excess = case.judge(arrays, variant.pop("rows"))
+        rows = variant.pop("rows")
+        judged = gradients.judge(case, folder, rows) if trained else case.judge(arrays, rows)
+        error, excess = judged
         if not excess <= 1:
             failed[name] = f"not exact: error {error:.2g}, {excess:.2g} times what is allowed"
         elif not best or variant["usual_s"] < best["usual_s"]:
@@ -83,7 +88,8 @@ def time_case(case: Case, peers: list[Peer], scratch: Path, options: Any) -> lis
     with inputs(case, scratch) as folder:
         for peer in peers:
             about = {"case": case.name, "peer": peer.plugin.name, "threads": peer.threads}
-            cell = about | prepared(peer, case, folder)
+            asked = not case.alone or peer.plugin.name.startswith(report.OURS)
+            cell = about | (prepared(peer, case, folder) if asked else {"reason": "not asked"})
             slow = cell.get("usual_s", 0) > LONGEST  # then the call that was checked has to do
             cells.append((peer, cell, [[cell["usual_s"]]] if slow else []))
     for turn in range(options.rounds):
@@ -157,12 +163,14 @@ def special_rows(scratch: Path, cells: list[dict[str, Any]]) -> list[dict[str, A
 
 def measure(options: Any, cases: list[Case], scratch: Path) -> dict[str, Any]:
     """Run everything that was asked for."""
-    plugins = {name: x for name, x in discover().items() if name in options.peers}
+    plugins = {n: x for n, x in discover(options.package).items() if n in options.peers}
     result: dict[str, Any] = {
         "machine": machine.describe(), "date": time.strftime("%Y-%m-%d", time.gmtime()),
         "rounds": options.rounds, "load": [os.getloadavg()[0]], "peaks": {}, "cells": [],
         "cases": [dataclasses.asdict(case) for case in cases], "special": [],
         "peers": {n: {"title": x.title, "versions": {}, "reason": ""} for n, x in plugins.items()},
+        "title": gradients.TITLE if options.gradients else "Speed",
+        "about": gradients.ABOUT if options.gradients else "",
     }  # fmt: skip
     for threads in options.threads:
         before = child(scratch, "peaks.py", str(threads))
@@ -203,9 +211,13 @@ def arguments() -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     names = list(discover())
+    trainers = list(discover(gradients.PACKAGE))
     add = parser.add_argument
+    add("--gradients", action="store_true", help="time forward and backward together; peers: "
+        + ", ".join(trainers) + "; cases: " + ", ".join(c.name for c in gradients.GRADIENTS))
     add("--setup", nargs="+", choices=names, metavar="PEER", help="make environments, then stop")
-    add("--peers", nargs="+", choices=names, default=names, metavar="PEER", help=", ".join(names))
+    add("--peers", nargs="+", choices=dict.fromkeys(names + trainers), default=names + trainers,
+        metavar="PEER", help=", ".join(names))  # fmt: skip
     add("--cases", nargs="+", default=["*"], metavar="PATTERN",
         help=", ".join(case.name for case in TABLE + SWEEP))  # fmt: skip
     add("--threads", nargs="+", type=int, default=[2])
@@ -218,6 +230,8 @@ def arguments() -> argparse.Namespace:
     options = parser.parse_args()
     options.rounds = options.rounds or (2 if options.quick else 5)
     options.seconds = options.seconds or (0.05 if options.quick else 0.15)
+    options.package = gradients.PACKAGE if options.gradients else "peers"
+    options.special = options.special and not options.gradients
     return options
 
 
@@ -229,6 +243,7 @@ def main() -> None:
             set_up(discover()[name])
         return
     known = TABLE if options.quick else TABLE + SWEEP
+    known = gradients.GRADIENTS if options.gradients else known
     cases = [c for c in known if any(fnmatch.fnmatch(c.name, p) for p in options.cases)]
     cases = [c.shrunk(options.shrink) for c in cases]
     scratch = Path(tempfile.mkdtemp(prefix="scaledot-bench-"))

@@ -1,6 +1,6 @@
 """The process of one peer: reads commands, a JSON object a line, and answers each in one line.
 
-    python worker.py PEER THREADS
+    python worker.py PACKAGE PEER THREADS
 
 ``prepare`` builds every variant of a case that the peer has, calls it, and returns the rows to
 check; ``run`` times calls of one. Whatever libraries print goes to stderr.
@@ -13,7 +13,6 @@ import gc
 import importlib
 import importlib.metadata
 import json
-import math
 import os
 import platform
 import re
@@ -24,8 +23,11 @@ import time
 from pathlib import Path
 from typing import Any
 
+import gradients
 from workloads import Case
 
+# A first call of this many seconds is not repeated for having compiled: it did other things too.
+LONG = 10.0
 VARIANTS: dict[str, Any] = {}  # name -> call, of the case prepared last
 
 
@@ -52,26 +54,22 @@ def measured(call: Any) -> tuple[Any, float, float]:
     return raw, seconds, (status_kib("/proc/self/status", "VmHWM") - before) / 1024
 
 
-def try_variant(plugin: Any, build: Any, case: Case) -> dict[str, Any]:
+def try_variant(plugin: Any, build: Any, case: Case, folder: Path) -> dict[str, Any]:
     """Build a variant and call it; keep it, and report it."""
     settle()
     start = time.perf_counter()
     call, to_numpy = build()
     raw, seconds, extra = measured(call)
     first = time.perf_counter() - start
-    if plugin.FIRST_CALL_COMPILES:
+    if plugin.FIRST_CALL_COMPILES and seconds < LONG:
         del raw
         settle()
         raw, seconds, extra = measured(call)
-    out = to_numpy(raw)
-    if out.ndim == 3:  # (batch, len_q, num_heads · d)
-        out = out.reshape(case.batch, case.len_q, case.num_heads, -1).swapaxes(1, 2)
-    shape = (case.batch, case.num_heads, case.len_q, case.d)
-    if out.shape != shape:
-        raise ValueError(f"result of shape {out.shape} instead of {shape}")
-    rows = [[float(x) for x in out[place]] for place in case.places()]
-    extra -= math.prod(shape) * case.numpy_dtype.itemsize / 2**20
-    del raw, out
+    result = to_numpy(raw)
+    trained = case.passes != "forward"
+    rows = gradients.answer(case, result, folder) if trained else case.answer(result)
+    extra -= case.result_bytes / 2**20
+    del raw, result
     usual = min([seconds, *(timed(call) for _ in range(2 if seconds < 0.5 else 0))])
     return {"call": call, "rows": rows, "first_s": first, "extra_mib": extra, "usual_s": usual}
 
@@ -90,7 +88,7 @@ def prepare(plugin: Any, case: Case, folder: Path) -> dict[str, Any]:
     answer: dict[str, Any] = {"variants": {}, "failed": {}}
     for name, build in plugin.variants(case, case.read_inputs(folder)).items():
         try:
-            report = try_variant(plugin, build, case)
+            report = try_variant(plugin, build, case, folder)
         except Exception as error:  # of a foreign library: any kind
             answer["failed"][name] = explained(error)
             continue
@@ -139,8 +137,8 @@ def main() -> None:
     limit = status_kib("/proc/meminfo", "MemAvailable") * 1024 * 3 // 4
     resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
     try:
-        plugin = importlib.import_module(f"peers.{sys.argv[1]}")
-        plugin.start(int(sys.argv[2]))
+        plugin = importlib.import_module(".".join(sys.argv[1:3]))
+        plugin.start(int(sys.argv[3]))
         answer: dict[str, Any] = {"versions": versions(plugin)}
     except Exception as error:
         answer = {"error": explained(error)}

@@ -5,6 +5,7 @@ Needs NumPy and ml_dtypes only: the processes of all peers import it.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,8 +21,11 @@ Arrays = dict[str, np.ndarray]
 class Case:
     """One problem, of the shapes (batch, num_heads, len_q, d) and (batch, num_kv_heads, len_kv, d).
 
-    The last four fields say what is asked of scaledot: how many times as fast as the fastest
-    other (or as ``against``), which share of the peak, how many seconds.
+    ``passes`` is ``"forward"``, ``"backward"`` for the result and the gradients together, given
+    ``grad_out``, or ``"double"`` for the gradients of half the sum of squares of the first ones;
+    these two are judged in `gradients`. The fields from ``ratio`` on say what is asked of scaledot:
+    how many times as fast as the fastest other (or as ``against``), which share of the peak, how
+    many seconds.
     """
 
     name: str
@@ -36,6 +40,11 @@ class Case:
     window: int = 0  # keys that a query sees, itself and those before it; 0: no limit
     lengths: tuple[int, ...] = ()  # visible keys of each batch entry, given as a boolean mask
     bias: bool = False  # float32, (1, num_heads, len_q, len_kv)
+    key_bias: bool = False  # float32, (1, num_heads, 1, len_kv), and its gradient is asked for
+    d_v: int = 0  # 0: as wide as d
+    dropout: float = 0.0
+    passes: str = "forward"
+    alone: bool = False  # only scaledot is asked
     ratio: float = 0.0
     share: float = 0.0
     seconds: float = 0.0
@@ -45,6 +54,7 @@ class Case:
         """Fill in what follows from other fields; lists come from JSON."""
         object.__setattr__(self, "num_kv_heads", self.num_kv_heads or self.num_heads)
         object.__setattr__(self, "len_kv", self.len_kv or self.len_q)
+        object.__setattr__(self, "d_v", self.d_v or self.d)
         object.__setattr__(self, "lengths", tuple(self.lengths))
 
     @property
@@ -54,10 +64,14 @@ class Case:
         words += ["causal"] * self.causal
         words += [f"window {self.window}"] if self.window else []
         words += ["padding mask"] * bool(self.lengths) + ["bias"] * self.bias
+        words += [f"bias (1, {self.num_heads}, 1, {self.len_kv})"] * self.key_bias
+        words += [f"dropout {self.dropout}"] * bool(self.dropout)
+        words += ["twice"] * (self.passes == "double")
         keys = f" on {self.len_kv}" if self.decode else ""
         heads = f"{self.num_heads}"
         heads += f" on {self.num_kv_heads}" if self.num_kv_heads != self.num_heads else ""
-        return f"{' '.join(words)} ({self.batch}, {heads}, {self.len_q}{keys}, {self.d})"
+        wide = f", d_v {self.d_v}" if self.d_v != self.d else ""
+        return f"{' '.join(words)} ({self.batch}, {heads}, {self.len_q}{keys}, {self.d}{wide})"
 
     @property
     def numpy_dtype(self) -> np.dtype:
@@ -72,16 +86,46 @@ class Case:
     @property
     def kv_bytes(self) -> int:
         """Bytes of key and value."""
-        elements = self.batch * self.num_kv_heads * self.len_kv * self.d
-        return 2 * elements * self.numpy_dtype.itemsize
+        elements = self.batch * self.num_kv_heads * self.len_kv * (self.d + self.d_v)
+        return elements * self.numpy_dtype.itemsize
 
     @property
     def flops(self) -> int:
-        """Operations of the two products, on visible scores only."""
+        """Operations of the products, on visible scores only; 0 where it is not said which.
+
+        Forward and backward together have seven: the scores and dP = dO Vᵀ, out, dV, dQ and dK,
+        and the scores once more.
+        """
         entries = self.lengths or (self.len_kv,) * self.batch
         rows = np.arange(self.len_q)
         seen = sum(int(np.subtract(*self._range(rows, n)[::-1]).sum()) for n in entries)
-        return 4 * self.d * self.num_heads * seen
+        widths = {"forward": self.d + self.d_v, "backward": 4 * self.d + 3 * self.d_v}
+        return 2 * widths.get(self.passes, 0) * self.num_heads * seen
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shapes of the arguments that may have gradients."""
+        queries = (self.batch, self.num_heads, self.len_q)
+        keys = (self.batch, self.num_kv_heads, self.len_kv)
+        shapes = {"query": (*queries, self.d), "key": (*keys, self.d), "value": (*keys, self.d_v)}
+        if self.key_bias:
+            shapes["bias"] = (1, self.num_heads, 1, self.len_kv)
+        return shapes
+
+    @property
+    def results(self) -> dict[str, tuple[int, ...]]:
+        """Shapes of what a call returns, gradients under their arguments' names."""
+        out = {"out": (self.batch, self.num_heads, self.len_q, self.d_v)}
+        return {"forward": out, "backward": out | self.shapes, "double": self.shapes}[self.passes]
+
+    @property
+    def result_bytes(self) -> int:
+        """Bytes of what a call returns."""
+        sizes = {"bias": 4}
+        return sum(
+            math.prod(shape) * sizes.get(name, self.numpy_dtype.itemsize)
+            for name, shape in self.results.items()
+        )
 
     def shrunk(self, factor: int) -> Case:
         """Return the same case with lengths divided by a factor."""
@@ -105,11 +149,12 @@ class Case:
     def write_inputs(self, folder: Path) -> None:
         """Draw the arrays and leave them in a folder, for all peers."""
         rng = np.random.default_rng(7)
-        queries = (self.batch, self.num_heads, self.len_q, self.d)
-        keys = (self.batch, self.num_kv_heads, self.len_kv, self.d)
-        for name, shape in {"query": queries, "key": keys, "value": keys}.items():
+        for name, shape in self.shapes.items():
             x = rng.standard_normal(shape, dtype=np.float32)
-            np.save(folder / f"{name}.npy", x.astype(self.numpy_dtype))
+            np.save(folder / f"{name}.npy", x if name == "bias" else x.astype(self.numpy_dtype))
+        if self.passes != "forward":
+            x = rng.standard_normal((*self.shapes["query"][:-1], self.d_v), dtype=np.float32)
+            np.save(folder / "grad_out.npy", x.astype(self.numpy_dtype))
         if self.lengths:
             mask = np.arange(self.len_kv) < np.array(self.lengths)[:, None]
             np.save(folder / "mask.npy", mask[:, None, None])
@@ -118,7 +163,7 @@ class Case:
             np.save(folder / "bias.npy", rng.standard_normal(shape, dtype=np.float32))
 
     def read_inputs(self, folder: Path, mmap: bool = False) -> Arrays:
-        """Read the arrays: query, key, value, and mask or bias where the case has one."""
+        """Read the arrays: query, key, value, and mask, bias, grad_out where the case has them."""
         arrays = {}
         for path in sorted(folder.glob("*.npy")):
             x = np.load(path, mmap_mode="r" if mmap else None)
@@ -133,6 +178,14 @@ class Case:
             for _ in range(4)
         ]
         return [(0, 0, 0), *between, (self.batch - 1, self.num_heads - 1, self.len_q - 1)]
+
+    def answer(self, out: np.ndarray) -> list[list[float]]:
+        """Rows of a result at the places to be checked."""
+        if out.ndim == 3:  # (batch, len_q, num_heads · d)
+            out = out.reshape(self.batch, self.len_q, self.num_heads, -1).swapaxes(1, 2)
+        if out.shape != self.results["out"]:
+            raise ValueError(f"result of shape {out.shape} instead of {self.results['out']}")
+        return [[float(x) for x in out[place]] for place in self.places()]
 
     def judge(self, arrays: Arrays, answers: list[list[float]]) -> tuple[float, float]:
         """Compare rows of a result with the truth.

@@ -10,7 +10,7 @@ import pytest
 import naive
 import scaledot as sd
 from compare import EPS, assert_close
-from scaledot import lessons
+from scaledot import lessons, plot
 from scaledot.lessons import _backward, _measure, _sentence
 from test_plot import assert_tidy, pixels
 
@@ -216,29 +216,83 @@ def test_backward(results):
     assert min(result.mean_ratio) > 1  # what the text says of the mean
 
 
+def test_backward_trains_with_the_scale_alone(results):
+    result = results("backward")
+    assert result.trained_seeds > 5
+    assert result.steps[0] == 1
+    for model in (result.scaled, result.unscaled):
+        assert len(model.losses) == len(model.recalled) == len(result.rates)
+        assert {len(losses) for losses in model.losses} == {len(result.steps)}
+        assert len({losses[0] for losses in model.losses}) == 1  # one start for all rates
+        assert model.lowest <= min(losses[-1] for losses in model.losses)
+        assert model.best[-1] == min(losses[-1] for losses in model.losses)
+    best = result.scaled.losses.index(result.scaled.best)
+    assert result.scaled.best[-1] < result.scaled.best[0] / 100
+    assert result.scaled.recalled[best] == 1
+    assert 0 < best < len(result.rates) - 1  # rates on both sides of the best were tried
+    # What the text says: of all seeds and rates none beats a model that always answers 0.
+    assert result.unscaled.lowest > 1
+    assert max(result.unscaled.recalled) < 0.5
+
+
 @pytest.mark.parametrize("scale", [1.0, 0.25])
-def test_backward_is_the_gradient(scale):
+def test_backward_descends_along_the_gradient(scale):
     rng = np.random.default_rng(0)
-    query, key = rng.standard_normal((4, 16)), rng.standard_normal((6, 16))
-    value, grad_out = rng.standard_normal((6, 3)), rng.standard_normal((4, 3))
+    w_q, w_k = rng.standard_normal((2, 5, 16)) / 2
+    asked, named, value = (rng.standard_normal((6, n)) for n in (5, 5, 3))
 
     def by_jacobian(dtype):
-        q, k, v, g = (x.astype(dtype) for x in (query, key, value, grad_out))
-        dq, dk = np.zeros_like(q), np.zeros_like(k)
-        for i in range(4):
+        x, y, v = (z.astype(dtype) for z in (named, asked, value))
+        q, k = y @ w_q.astype(dtype), x @ w_k.astype(dtype)
+        dq, dk, loss = np.zeros_like(q), np.zeros_like(k), dtype(0)
+        for i in range(6):
             scores = dtype(scale) * k @ q[i]
             p = np.exp(scores - scores.max())
             p /= p.sum()
-            ds = (np.diag(p) - np.outer(p, p)) @ (v @ g[i])
+            error = p @ v - v[i]
+            loss += (error**2).sum() / v.size
+            ds = (np.diag(p) - np.outer(p, p)) @ (v @ (2 * error / v.size))
             dq[i] = dtype(scale) * k.T @ ds
             dk += dtype(scale) * np.outer(ds, q[i])
-        return dq, dk
+        return np.array([loss]), y.T @ dq, x.T @ dk
 
-    got = _backward._gradients(query, key, value, grad_out, scale)
+    step = _backward._step(w_q, w_k, asked, named, value, scale)
+    got = (np.array([step.loss]), step.grad_w_q, step.grad_w_k)
     for one, truth, yardstick in zip(
         got, by_jacobian(np.longdouble), by_jacobian(np.float64), strict=True
     ):
         assert_close(one, truth, yardstick, eps=EPS["float64"], len_kv=6, factor=3.0)
+
+
+def test_backward_trains_each_seed_and_rate_alone():
+    rng = np.random.default_rng(1)
+    w_q, w_k = rng.standard_normal((2, 3, 2, 5, 16))
+    asked, named, value = (rng.standard_normal((2, 6, n)) for n in (5, 5, 3))
+    together = _backward._step(w_q, w_k, asked, named, value, 0.25)
+    for i in np.ndindex(3, 2):
+        s = i[1]
+        alone = _backward._step(w_q[i], w_k[i], asked[s], named[s], value[s], 0.25)
+        for name in alone._fields:
+            one, all_of_them = getattr(alone, name), getattr(together, name)
+            assert_close(all_of_them[i], one, eps=EPS["float64"], len_kv=6)
+
+
+def test_backward_picture_on_given_axes_is_of_training(results):
+    pytest.importorskip("matplotlib")
+    result, given = results("backward"), plot.axes()
+    ax = result.plot(given)
+    assert ax is given
+    assert len(ax.figure.axes) == 1
+    assert [tuple(line.get_ydata()) for line in ax.lines] == [
+        result.scaled.best, result.unscaled.best,
+    ]  # fmt: skip
+    assert_tidy(ax)
+    left, right = result.plot().figure.axes
+    assert tuple(left.lines[0].get_ydata()) == result.query_scaled
+    assert_tidy(left)
+    assert [tuple(line.get_ydata()) for line in right.lines] == [
+        tuple(line.get_ydata()) for line in ax.lines
+    ]
 
 
 @pytest.mark.parametrize("name", ALL)
