@@ -149,13 +149,14 @@ def attention(
         known = _choice.again(name, arrays)
         if known is not None:
             return cast(ArrayT, known.out[0, ...] if _is_matrix(*arrays[:3]) else known.out)
-    problem = resolve(
-        query, key, value,
-        Options(
-            causal, window, mask, bias, segment_ids, kv_len, scale, softcap, alibi_slopes, sinks,
-            score_mod, mask_mod, block_mask, dropout, seed, q_offset, kv_offset, impl,
-        ),
-    )
+    options = Options(
+        causal, window, mask, bias, segment_ids, kv_len, scale, softcap, alibi_slopes, sinks,
+        score_mod, mask_mod, block_mask, dropout, seed, q_offset, kv_offset, impl,
+    )  # fmt: skip
+    rules = derivative_rules(query, key, value, options)
+    if rules is not None:
+        return cast(ArrayT, rules.attention(query, key, value, options, slices=False, wide=False).out)
+    problem = resolve(query, key, value, options)
     state = _choice.run(problem, rounded=problem.sinks is None, name=name)
     xp = _arrays.namespace(query)
     with _arrays.quiet(xp):
@@ -241,18 +242,35 @@ def attention_state(
         )  # fmt: skip
     state = _choice.again(name, arrays)
     if state is None:
-        problem = resolve(
-            query, key, value,
-            Options(
-                causal, window, mask, bias, segment_ids, kv_len, scale, softcap, alibi_slopes,
-                None, score_mod, mask_mod, block_mask, dropout, seed, q_offset, kv_offset, impl,
-            ),
-            slices=True,
-        )
+        options = Options(
+            causal, window, mask, bias, segment_ids, kv_len, scale, softcap, alibi_slopes, None,
+            score_mod, mask_mod, block_mask, dropout, seed, q_offset, kv_offset, impl,
+        )  # fmt: skip
+        rules = derivative_rules(query, key, value, options)
+        if rules is not None:
+            return cast(State, rules.attention(query, key, value, options, slices=True, wide=True))
+        problem = resolve(query, key, value, options, slices=True)
         state = _choice.run(problem, name=name)
     if _is_matrix(query, key, value):
         return State(state.out[0, ...], state.lse[0, ...])
     return state
+
+
+def derivative_rules(query: Any, key: Any, value: Any, options: Options) -> Any:
+    """Module of the rules by which a library differentiates, transforms or traces a call.
+
+    None where nobody does, or where it is to see the array operations that the call consists of.
+    """
+    kind = "numpy" if isinstance(query, np.ndarray) else _arrays.library(query)
+    if kind == "torch":
+        from scaledot import _torch_rules
+
+        return _torch_rules if _torch_rules.applies(query, key, value, options) else None
+    if kind == "jax":
+        from scaledot import _jax_rules
+
+        return _jax_rules if _jax_rules.applies(query, options, key, value) else None
+    return None
 
 
 def _is_matrix(query: Any, key: Any, value: Any) -> bool:
