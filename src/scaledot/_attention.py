@@ -8,6 +8,7 @@ import numpy as np
 
 from scaledot import _arrays, _checks, _choice, _reference
 from scaledot._errors import value_error
+from scaledot._rules import derivative_rules
 from scaledot._spec import Options, resolve
 from scaledot._state import State, merged
 from scaledot._typing import Array, ArrayT, Impl, MaskMod, Offsets, ScoreMod
@@ -155,7 +156,8 @@ def attention(
     )  # fmt: skip
     rules = derivative_rules(query, key, value, options)
     if rules is not None:
-        return cast(ArrayT, rules.attention(query, key, value, options, slices=False, wide=False).out)
+        found = rules.attention(query, key, value, options, slices=False, wide=False)
+        return cast(ArrayT, found.out)
     problem = resolve(query, key, value, options)
     state = _choice.run(problem, rounded=problem.sinks is None, name=name)
     xp = _arrays.namespace(query)
@@ -254,23 +256,6 @@ def attention_state(
     if _is_matrix(query, key, value):
         return State(state.out[0, ...], state.lse[0, ...])
     return state
-
-
-def derivative_rules(query: Any, key: Any, value: Any, options: Options) -> Any:
-    """Module of the rules by which a library differentiates, transforms or traces a call.
-
-    None where nobody does, or where it is to see the array operations that the call consists of.
-    """
-    kind = "numpy" if isinstance(query, np.ndarray) else _arrays.library(query)
-    if kind == "torch":
-        from scaledot import _torch_rules
-
-        return _torch_rules if _torch_rules.applies(query, key, value, options) else None
-    if kind == "jax":
-        from scaledot import _jax_rules
-
-        return _jax_rules if _jax_rules.applies(query, options, key, value) else None
-    return None
 
 
 def _is_matrix(query: Any, key: Any, value: Any) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from scaledot import _choice
+from scaledot._rules import derivative_rules, without_graph
 from scaledot._spec import Options, resolve
 from scaledot._typing import Array, Impl, MaskMod, Offsets, ScoreMod
 
@@ -104,9 +105,9 @@ def explain(
 
     Notes
     -----
-    ``peak_extra_memory`` counts what NumPy arrays take; functions given as mods may hold more.
-    For PyTorch and JAX arrays that carry gradients, those libraries also keep each tile for the
-    backward pass, which is not counted.
+    ``peak_extra_memory`` counts what the forward pass on plain arrays takes; functions given as
+    mods may hold more. Where a score_mod without its derivative is differentiated by PyTorch or
+    JAX, these keep each tile for the backward pass, which is not counted.
 
     References
     ----------
@@ -120,14 +121,17 @@ def explain(
     >>> plan.block_q, plan.block_kv, plan.tiles_run, plan.tiles_skipped
     (256, 512, 20, 12)
     """
-    problem = resolve(
-        query, key, value,
-        Options(
-            causal, window, mask, bias, segment_ids, kv_len, scale, softcap, alibi_slopes, sinks,
-            score_mod, mask_mod, block_mask, dropout, seed, q_offset, kv_offset, impl,
-        ),
-    )
+    options = Options(
+        causal, window, mask, bias, segment_ids, kv_len, scale, softcap, alibi_slopes, sinks,
+        score_mod, mask_mod, block_mask, dropout, seed, q_offset, kv_offset, impl,
+    )  # fmt: skip
+    has_rules = derivative_rules(query, key, value, options) is not None
+    if has_rules:
+        query, key, value, options = map(without_graph, (query, key, value, options))
+    problem = resolve(query, key, value, options)
     name, reason = _choice.choose(problem)
+    if has_rules:
+        reason += "; gradients by the same, in linear memory"
     tiles = _choice.tiles(problem)
     spec = problem.spec
     result = 1
