@@ -265,3 +265,11 @@ def test_varlen_of_nothing():
     x = np.zeros((0, 2, 3), dtype=np.float32)
     for starts in ([0], [0, 0, 0]):
         assert sd.varlen_attention(x, x, x, starts, starts).shape == (0, 2, 3)
+
+
+def test_weights_of_a_row_of_lowest_biases_are_equal(impl):
+    """lse does not tell how many there are: lse + log(5) == lse."""
+    query, key = np.ones((1, 2, 3, 4), "f"), np.ones((1, 2, 5, 4), "f")
+    bias = np.full((3, 5), np.finfo(np.float32).min)
+    weights = sd.attention_weights(query, key, bias=bias, impl=impl)
+    assert_close(weights, np.full(weights.shape, 0.2), eps=EPS["float32"], len_kv=5)

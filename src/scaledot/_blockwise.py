@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from scaledot import _arrays, _masks
-from scaledot._reference import partial_state, row_lse, spread, tile_weights
+from scaledot._reference import of_mass_one, partial_state, row_lse, spread, tile_weights
 from scaledot._spec import Problem, Spec, accumulation
 from scaledot._state import State, empty_state, merged
 from scaledot._typing import Array
@@ -67,6 +67,7 @@ def blockwise_weights(problem: Problem) -> Array:
             for start, stop in key_slices(part):
                 tile = tile_weights(xp, part.cut(-1, start, stop), lse)
                 result[(*region, slice(start, stop))] = tile
+            result[(*region, ...)] = of_mass_one(xp, part, result[(*region, ...)], lse)
     return result
 
 
@@ -75,7 +76,8 @@ def _weights_of_rows(xp: Any, problem: Problem) -> Array:
     lse = row_lse(xp, problem, _fold(xp, problem))
     blocks = [tile_weights(xp, part, lse) for _, part in _cuts(problem, -1, BLOCK_KV)]
     rows = problem.spec.scores_shape[:-1]
-    return xp.concat([spread(xp, b, (*rows, b.shape[-1])) for b in blocks], axis=-1)
+    weights = xp.concat([spread(xp, b, (*rows, b.shape[-1])) for b in blocks], axis=-1)
+    return of_mass_one(xp, problem, weights, lse)
 
 
 def _fold(xp: Any, problem: Problem) -> State:

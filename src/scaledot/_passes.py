@@ -166,13 +166,8 @@ def _arguments(query: Array, key: Array, value: Array, options: Options) -> Grad
 
 
 def _mass(xp: Any, problem: Problem, name: str, lse: Array) -> Array | None:
-    """Sums of ``exp(score - lse)`` where lse is so large that it makes them nothing near 1.
-
-    A row all of whose biases are the lowest number has lse + log(len_kv) == lse. None where there
-    is no such row.
-    """
-    limit = 2.0**40 if problem.spec.dtype == "float64" else 2.0**16
-    if not _arrays.may_hold(xp.any((xp.abs(lse) > limit) & xp.isfinite(lse))):
+    """Sums of ``exp(score - lse)`` where lse is huge, 1 elsewhere; None where it is nowhere."""
+    if not _arrays.may_hold(xp.any(_reference.is_huge(xp, lse))):
         return None
     rows = _row_terms(xp, problem, None, lse, None, None, None)
     if name == "kernels":
@@ -183,7 +178,7 @@ def _mass(xp: Any, problem: Problem, name: str, lse: Array) -> Array | None:
         mass = _derivatives.masses(complete(problem), rows, in_blocks=name != "dense")
     if problem.sinks is not None:
         mass = mass + xp.exp(problem.sinks - rows.lse)
-    large = (xp.abs(rows.lse) > limit) & (mass > 0)
+    large = _reference.is_huge(xp, rows.lse) & (mass > 0)
     return xp.where(large, mass, xp.ones_like(mass))
 
 

@@ -49,7 +49,28 @@ def dense_weights(problem: Problem) -> Array:
         return xp.zeros(shape, dtype=dtype, **_arrays.device_of(problem.query))
     with _arrays.quiet(xp):
         lse = row_lse(xp, problem, partial_state(xp, problem))
-        return spread(xp, tile_weights(xp, problem, lse), shape)
+        weights = spread(xp, tile_weights(xp, problem, lse), shape)
+        return of_mass_one(xp, problem, weights, lse)
+
+
+def of_mass_one(xp: Any, problem: Problem, weights: Array, lse: Array) -> Array:
+    """Weights of whole rows, scaled where lse is so large that ``exp(score - lse)`` is too."""
+    large = is_huge(xp, lse)
+    if not _arrays.may_hold(xp.any(large)):
+        return weights
+    mass = xp.sum(weights, axis=-1, keepdims=True)
+    if problem.sinks is not None:
+        mass = mass + xp.exp(problem.sinks - lse)
+    return xp.where(large & (mass > 0), weights / mass, weights)
+
+
+def is_huge(xp: Any, lse: Array) -> Array:
+    """Where lse is finite, and so large that it does not tell n equal scores from one.
+
+    A row all of whose biases are the lowest number has ``lse + log(len_kv) == lse``.
+    """
+    limit = 2.0**40 if _arrays.dtype_name(lse) == "float64" else 2.0**16
+    return (xp.abs(lse) > limit) & xp.isfinite(lse)
 
 
 def tile_weights(xp: Any, problem: Problem, lse: Array) -> Array:
