@@ -209,6 +209,19 @@ def may_hold(flag: Array) -> bool:
 
 
 def quiet(xp: Any) -> contextlib.AbstractContextManager[Any]:
-    """Silence NumPy's floating-point warnings: infinities and nan are defined here."""
-    numpy_inside = xp.__name__.startswith(("array_api_compat.numpy", "array_api_strict", "numpy"))
-    return np.errstate(all="ignore") if numpy_inside else contextlib.nullcontext()
+    """Silence NumPy's floating-point warnings: infinities and nan are defined here.
+
+    PyTorch's autocast, which would round the products inside to 16 bits, is off meanwhile.
+    """
+    name = xp.__name__
+    if name.startswith(("array_api_compat.numpy", "array_api_strict", "numpy")):
+        return np.errstate(all="ignore")
+    if name.startswith("array_api_compat.torch"):
+        torch = sys.modules["torch"]
+        on = [kind for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
+        if on:
+            stack = contextlib.ExitStack()
+            for kind in on:
+                stack.enter_context(torch.autocast(kind, enabled=False))
+            return stack
+    return contextlib.nullcontext()

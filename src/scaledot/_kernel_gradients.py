@@ -17,7 +17,7 @@ from scaledot._kernels import backward, bias, gradient
 from scaledot._kernels import second as kernel_second
 from scaledot._kernels import tangent as kernel_tangent
 from scaledot._kernels.jit import Kernel
-from scaledot._kernels.kinds import SUBS
+from scaledot._kernels.kinds import BLOCK_KV, SUBS
 from scaledot._kernels.pack import DTYPES
 from scaledot._kernels.simd import DOUBLE, SINGLE, Vectors
 from scaledot._kernels.target import HOST
@@ -168,7 +168,8 @@ class _Backward:
         self.numbers = cpu.numbers_of(spec)
         self.vectors: Vectors = DOUBLE if spec.dtype == "float64" else SINGLE
         self.double = self.vectors is DOUBLE
-        self.range = gradient.range_of(self.vectors.size, spec.d_k, spec.d_v)
+        tiles = -(-spec.len_kv // BLOCK_KV) * BLOCK_KV
+        self.range = min(tiles, gradient.range_of(self.vectors.size, spec.d_k, spec.d_v))
         self.ranges = -(-spec.len_kv // self.range)
         self.rows = SUBS * HOST.nr * self.vectors.lanes
         self.blocks = -(-spec.len_q // self.rows)

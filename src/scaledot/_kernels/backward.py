@@ -245,7 +245,7 @@ def pull(kind, address, worker, budget):  # type: ignore[no-untyped-def]
         key_pair, start = task // ranges, task % ranges * call.key_range
         count, scores = min(call.key_range, call.len_kv - start), np.int64(0)
         clean = load_range(kind, call, room, key_pair, start, count)
-        rows = -(-count // BLOCK_KV) * BLOCK_KV
+        rows = -(-count // MR) * MR
         numbers(kind, room.dk, rows * k_wide)[:] = 0
         numbers(kind, room.dv, rows * v_wide)[:] = 0
         head = key_pair % kv_heads * call.group_size

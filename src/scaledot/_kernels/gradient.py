@@ -150,7 +150,7 @@ def step_of(kind, d):  # type: ignore[no-untyped-def]
 def load_range(kind, call, room, key_pair, start, count):  # type: ignore[no-untyped-def]
     """Copy ``count`` keys and values from ``start`` on; return where keys without nan are."""
     k_wide, k_step = wide_of(kind, call.d_k), step_of(kind, call.d_k)
-    rows = -(-count // BLOCK_KV) * BLOCK_KV
+    rows = -(-count // MR) * MR
     key = call.key + load_int64(call.k_places + 8 * key_pair) + start * call.k_row
     value = call.value + load_int64(call.v_places + 8 * key_pair) + start * call.v_row
     fill_rows(

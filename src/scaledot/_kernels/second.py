@@ -265,7 +265,7 @@ def second(kind, address, worker, budget):  # type: ignore[no-untyped-def]
         key_pair, start = task // ranges, task % ranges * call.key_range
         count, scores = min(call.key_range, call.len_kv - start), 0
         clean = load_range(kind, call, room, key_pair, start, count)
-        rows = -(-count // BLOCK_KV) * BLOCK_KV
+        rows = -(-count // MR) * MR
         fill_tangents(
             kind, call, call.tangent_key, call.tangent_k_places, key_pair, call.d_k, start, count,
             rows, more.keys,
