@@ -127,7 +127,7 @@ def _is_plain(torch: Any, arrays: tuple[Any, ...]) -> bool:
 
     Everything else about them is told by the keys that PyTorch dispatches by.
     """
-    if torch is None or _torch_is_tracing(torch) or torch.autograd.forward_ad._current_level >= 0:
+    if torch is None or _torch_is_tracing(torch) or _is_forward_mode(torch):
         return False
     given = [x for x in arrays if x is not None]
     if any(type(x) not in (torch.Tensor, torch.nn.Parameter) for x in given):
@@ -227,7 +227,7 @@ def _torch_obstacle(given: list[Array]) -> str:
         return "the tensors are being traced or are of a subclass"
     if any(torch._C._functorch.is_functorch_wrapped_tensor(x) for x in given):
         return "the tensors are being transformed (vmap, grad, jvp)"
-    if torch.autograd.forward_ad._current_level >= 0:
+    if _is_forward_mode(torch):
         return "forward-mode differentiation is on"
     if any(x.device.type != "cpu" for x in given):
         return "the tensors are not in the CPU's memory"
@@ -236,6 +236,11 @@ def _torch_obstacle(given: list[Array]) -> str:
     if torch.is_grad_enabled() and any(x.requires_grad for x in given):
         return "a tensor requires a gradient"
     return ""
+
+
+def _is_forward_mode(torch: Any) -> bool:
+    """Whether tangents are carried along; inside of a Function, whose rules do so, they are not."""
+    return bool(torch.autograd.forward_ad._current_level >= 0 and torch._C._is_fwd_grad_enabled())
 
 
 def _torch_is_tracing(torch: Any) -> bool:

@@ -18,6 +18,10 @@ from scaledot._state import State, merged
 from scaledot._typing import Array
 
 
+_UNNAMED = ("segment_ids", "alibi_slopes", "sinks", "score_mod", "mask_mod", "block_mask")
+"""Options with which the preparation of a call is not kept."""
+
+
 def check(query: Array, key: Array, value: Array, options: Options) -> None:
     """Raise for arguments that are wrong, or that cannot be differentiated."""
     _need_slope(resolve(query, key, value, options))
@@ -40,14 +44,27 @@ def forward(
     wide : bool
         Return ``out`` in the accumulation dtype, not in that of query.
     """
-    problem = resolve(query, key, value, options, slices=slices)
-    xp = _arrays.namespace(query)
-    state = _choice.run(problem, rounded=not wide and problem.sinks is None, with_lse=True)
-    with _arrays.quiet(xp):
-        if problem.sinks is not None:
-            state = merged(xp, state, _reference.keyless(xp, problem))
-        out = state.out if wide else xp.astype(state.out, query.dtype, copy=False)
-    return State(out[0, ...], state.lse[0, ...]) if problem.spec.matrix else State(out, state.lse)
+    name, arrays = None, (query, key, value, options.mask, options.bias)
+    if all(getattr(options, option) is None for option in _UNNAMED):
+        name = _choice.name_of(
+            arrays, options.window, "wide" if wide else "rounded", options.causal, options.kv_len,
+            options.scale, options.softcap, options.dropout, options.q_offset, options.kv_offset,
+            options.impl, slices,
+        )  # fmt: skip
+    state = _choice.again(name, arrays)
+    if state is None:
+        problem = resolve(query, key, value, options, slices=slices)
+        rounded = not wide and problem.sinks is None
+        state = _choice.run(problem, rounded=rounded, with_lse=True, name=name)
+        xp = _arrays.namespace(query)
+        with _arrays.quiet(xp):
+            if problem.sinks is not None:
+                state = merged(xp, state, _reference.keyless(xp, problem))
+            if not wide:
+                state = state._replace(out=xp.astype(state.out, query.dtype, copy=False))
+    if query.ndim == key.ndim == value.ndim == 2:
+        return State(state.out[0, ...], state.lse[0, ...])
+    return state
 
 
 def backward(
