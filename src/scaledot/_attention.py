@@ -242,7 +242,7 @@ def attention_state(
             arrays, window, "state", causal, kv_len, scale, softcap, dropout, q_offset, kv_offset,
             impl,
         )  # fmt: skip
-    state = _choice.again(name, arrays)
+    state: State | None = _choice.again(name, arrays)
     if state is None:
         options = Options(
             causal, window, mask, bias, segment_ids, kv_len, scale, softcap, alibi_slopes, None,

@@ -66,7 +66,7 @@ def run(
     here = cpu.on_host(problem)
     try:
         call = functools.partial(cpu.run, cpu.prepare(here, rounded=rounded, with_lse=with_lse))
-        _keep(name, problem, call)
+        keep(name, problem, call)
         state = call(here.query, here.key, here.value, here.terms.mask, here.terms.bias)
         return State(*(None if x is None else cpu.back(x, problem) for x in state))
     except cpu.ModError:
@@ -90,7 +90,7 @@ KEPT_PAIRS = 2**10
 _SCALARS = frozenset(
     (type(None), bool, int, float, str, np.float64, np.float32, np.int64, np.int32)
 )
-_kept: OrderedDict[Name, Callable[..., State]] = OrderedDict()
+_kept: OrderedDict[Name, Callable[..., Any]] = OrderedDict()
 
 
 def name_of(arrays: tuple[Any, ...], window: Any, *options: Any) -> Name | None:
@@ -135,8 +135,11 @@ def _is_plain(torch: Any, arrays: tuple[Any, ...]) -> bool:
     return not (torch.is_grad_enabled() and any(x.requires_grad for x in given))
 
 
-def again(name: Name | None, arrays: tuple[Any, ...]) -> State | None:
-    """Run a call by what is kept of one alike; None where nothing is."""
+def again(name: Name | None, arrays: tuple[Any, ...]) -> Any:
+    """Run a call by what is kept of one alike; None where nothing is.
+
+    The result is what was kept gives: a State for those of `run`.
+    """
     if name is None:
         return None
     call = _kept.get(name)
@@ -147,7 +150,8 @@ def again(name: Name | None, arrays: tuple[Any, ...]) -> State | None:
     return call(*arrays)
 
 
-def _keep(name: Name | None, problem: Problem, call: Callable[..., State]) -> None:
+def keep(name: Name | None, problem: Problem, call: Callable[..., Any]) -> None:
+    """Keep how a call of that name is run."""
     spec = problem.spec
     if name is None or spec.dropout or math.prod(spec.lead) * spec.num_heads > KEPT_PAIRS:
         return

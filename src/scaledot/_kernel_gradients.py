@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -21,9 +21,25 @@ from scaledot._kernels.kinds import BLOCK_KV, SUBS
 from scaledot._kernels.pack import DTYPES
 from scaledot._kernels.simd import DOUBLE, SINGLE, Vectors
 from scaledot._kernels.target import HOST
-from scaledot._launch import Prepared, address, launch, memory, packed, whole_record
+from scaledot._launch import Memory, Prepared, address, launch, memory, packed, whole_record
 from scaledot._spec import Problem
 from scaledot._typing import Array
+
+
+class Arrays(NamedTuple):
+    """What a kernel reads where it lies, in normal form."""
+
+    query: Array
+    key: Array
+    value: Array
+    mask: Array | None
+    bias: Array | None
+
+    @classmethod
+    def of(cls, problem: Problem) -> Arrays:
+        """Those of a problem."""
+        terms = problem.terms
+        return cls(problem.query, problem.key, problem.value, terms.mask, terms.bias)
 
 
 class Passed(NamedTuple):
@@ -86,14 +102,38 @@ def in_library(x: Any, problem: Problem) -> Array:
     return x.view(problem.query.dtype) if "int" in str(x.dtype) else x
 
 
-def run(problem: Problem, passed: Passed, wanted: Collection[str]) -> Grads:
-    """Gradients of the arguments named; ``passed.delta`` is then delta.
+def prepared(problem: Problem, passed: Passed, wanted: Collection[str]) -> Pass:
+    """Return the function that runs a backward pass on arrays that lie as these do.
 
-    Each has its argument's shape in normal form. Those of key and value are in the argument's
+    ``pass(arrays, passed) -> Grads`` of the arguments named; ``passed.delta`` is then delta. Each
+    gradient has its argument's shape in normal form. Those of key and value are in the argument's
     dtype where nothing had to be added up afterwards, the others in the accumulation dtype.
     """
-    found = _found(problem, passed, wanted)
-    return Grads(**{name: in_library(x, problem) for name, x in found.items()})
+    empty = not math.prod(problem.spec.scores_shape[:-1]) or not problem.spec.len_kv
+    call = None if empty else _Backward(problem, memory(passed.out), memory(passed.grad_out))
+    problem = thin(problem)
+
+    def run(arrays: Arrays, passed: Passed) -> Grads:
+        if call is None:
+            passed.delta[...] = 0
+            found = _zeros(problem, wanted)
+        else:
+            found = call.run(wanted, arrays, passed)
+        return Grads(**{name: in_library(x, problem) for name, x in found.items()})
+
+    return run
+
+
+def thin(problem: Problem) -> Problem:
+    """A problem with arrays of the same shapes and dtypes as its operands, but without memory."""
+
+    def shadow(x: Array) -> Array:
+        if isinstance(x, np.ndarray):
+            return np.broadcast_to(np.zeros((), dtype=x.dtype), x.shape)
+        return x.new_zeros(()).expand(x.shape)
+
+    operands = {name: shadow(getattr(problem, name)) for name in ("query", "key", "value")}
+    return replace(problem, **operands)
 
 
 def tangent(problem: Problem, rows: Rows, tangents: Grads | None) -> tuple[Array, Array]:
@@ -106,7 +146,8 @@ def tangent(problem: Problem, rows: Rows, tangents: Grads | None) -> tuple[Array
     mean = np.zeros((*spec.scores_shape[:-1], 1), dtype=numbers)
     if mean.size and spec.len_kv:
         lse, shift = np.ascontiguousarray(_plain(rows.lse)), _shift(rows.mass)
-        call = _Backward(problem, Passed(total, lse, total, mean, shift))
+        passed = Passed(total, lse, total, mean, shift)
+        call = _Backward(problem, memory(total), memory(total))
         moves = {"weighs": 1} if tangents is None else call.moves(tangents)
         known = call.tiles(moves | {"row_tangent": address(mean)})
         scratch = kernel_tangent.room_bytes(
@@ -114,7 +155,7 @@ def tangent(problem: Problem, rows: Rows, tangents: Grads | None) -> tuple[Array
         )
         kernel = kernel_tangent.move_rows_double if call.double else kernel_tangent.move_rows_single
         tasks = math.prod(spec.lead) * spec.num_heads * call.blocks
-        call.launch(kernel, tasks, scratch, known)
+        call.launch(kernel, tasks, scratch, known, Arrays.of(problem), passed)
     return in_library(total, problem), in_library(mean, problem)
 
 
@@ -129,25 +170,12 @@ def second(problem: Problem, rows: Rows, tangents: Grads, wanted: Collection[str
     if not delta.size or not problem.spec.len_kv:
         found = _zeros(problem, wanted)
     else:
-        call = _Backward(problem, Passed(grad_out, lse, grad_out, delta, _shift(rows.mass)))
+        passed = Passed(grad_out, lse, grad_out, delta, _shift(rows.mass))
+        call = _Backward(problem, memory(grad_out), memory(grad_out))
         known = call.moves(tangents)
         known |= {"row_tangent": address(of_lse), "row_mean": address(mean)}
-        found = call.operands(wanted, known)
+        found = call.operands(wanted, Arrays.of(problem), passed, known)
     return Grads(**{name: in_library(x, problem) for name, x in found.items()})
-
-
-def _found(problem: Problem, passed: Passed, wanted: Collection[str]) -> dict[str, Any]:
-    if not math.prod(problem.spec.scores_shape[:-1]) or not problem.spec.len_kv:
-        passed.delta[...] = 0
-        return _zeros(problem, wanted)
-    call = _Backward(problem, passed)
-    call.deltas()
-    found: dict[str, Any] = {}
-    if {"query", "key", "value", "alibi_slopes"} & set(wanted):
-        found |= call.operands(wanted)
-    if "bias" in wanted:
-        found["bias"] = call.bias()
-    return found
 
 
 def _zeros(problem: Problem, wanted: Collection[str]) -> dict[str, Any]:
@@ -159,53 +187,62 @@ def _zeros(problem: Problem, wanted: Collection[str]) -> dict[str, Any]:
     }  # fmt: skip
 
 
-class _Backward:
-    """Records of the launches of one backward pass."""
+Pass = Callable[[Arrays, Passed], Grads]
 
-    def __init__(self, problem: Problem, passed: Passed) -> None:
+
+class _Backward:
+    """A backward pass but for the addresses of its arrays."""
+
+    def __init__(self, problem: Problem, out: Memory, grad: Memory) -> None:
         spec = self.spec = problem.spec
-        self.problem, self.passed = problem, passed
+        self.out = out
         self.numbers = cpu.numbers_of(spec)
         self.vectors: Vectors = DOUBLE if spec.dtype == "float64" else SINGLE
         self.double = self.vectors is DOUBLE
         tiles = -(-spec.len_kv // BLOCK_KV) * BLOCK_KV
         self.range = min(tiles, gradient.range_of(self.vectors.size, spec.d_k, spec.d_v))
         self.ranges = -(-spec.len_kv // self.range)
-        self.rows = SUBS * HOST.nr * self.vectors.lanes
-        self.blocks = -(-spec.len_q // self.rows)
-        out = memory(passed.out)
+        self.blocks = -(-spec.len_q // (SUBS * HOST.nr * self.vectors.lanes))
         arrays = cpu.option_arrays(problem, out)
-        grad = memory(passed.grad_out)
         arrays["grad_places"] = cpu.places_of(grad, (*spec.lead, spec.num_heads))
         self.known = cpu.fields_of(problem, out)
         self.keep = cpu.laid_out(arrays, self.known)
         self.known |= {
-            "grad_out": address(passed.grad_out), "grad_row": grad.strides[-2],
-            "grad_column": grad.strides[-1], "grad_dtype": grad.dtype,
-            "delta": address(passed.delta), "row_shift": address(passed.shift),
+            "grad_row": grad.strides[-2], "grad_column": grad.strides[-1],
+            "grad_dtype": grad.dtype, "key_range": self.range,
         }  # fmt: skip
+        self.work = math.prod(spec.scores_shape) * (spec.d_k + spec.d_v)
+        self.tiled: dict[str, Any] | None = None
+        self.problem = thin(problem)
 
-    def launch(self, kernel: Kernel, tasks: int, scratch: int, known: dict[str, Any]) -> None:
-        """Run a kernel on the arrays of this pass."""
-        work = math.prod(self.spec.scores_shape) * (self.spec.d_k + self.spec.d_v)
-        record = packed({**self.known, **known, "scratch_bytes": scratch})
-        call = Prepared(
-            kernel, record, self.keep, tasks, work < cpu.SMALL, scratch, (0, 0, 0), (), None
-        )
-        problem, terms = self.problem, self.problem.terms
-        launch(call, problem.query, problem.key, problem.value, terms.mask, terms.bias,
-               self.passed.out, self.passed.lse)  # fmt: skip
+    def launch(
+        self, kernel: Kernel, tasks: int, scratch: int, known: dict[str, Any], arrays: Arrays,
+        passed: Passed,
+    ) -> None:  # fmt: skip
+        """Run a kernel on these arrays."""
+        record = packed(known | {
+            "grad_out": address(passed.grad_out), "delta": address(passed.delta),
+            "row_shift": address(passed.shift), "scratch_bytes": scratch,
+        })  # fmt: skip
+        small = self.work < cpu.SMALL
+        call = Prepared(kernel, record, self.keep, tasks, small, scratch, (0, 0, 0), (), None)
+        launch(call, *arrays, passed.out, passed.lse)
 
-    def deltas(self) -> None:
-        """Make delta of the gradients of lse."""
+    def run(self, wanted: Collection[str], arrays: Arrays, passed: Passed) -> dict[str, Any]:
+        """First derivatives."""
         pairs = math.prod(self.spec.lead) * self.spec.num_heads
         kernel = backward.deltas_double if self.double else backward.deltas_single
         scratch = 2 * self.vectors.size * (self.spec.d_v + self.vectors.lanes)
-        self.launch(kernel, pairs * self.blocks, scratch, {})
+        self.launch(kernel, pairs * self.blocks, scratch, self.known, arrays, passed)
+        found: dict[str, Any] = {}
+        if {"query", "key", "value", "alibi_slopes"} & set(wanted):
+            found |= self.operands(wanted, arrays, passed)
+        if "bias" in wanted:
+            found["bias"] = self.bias(arrays, passed)
+        return found
 
     def tiles(self, known: dict[str, Any]) -> dict[str, Any]:
         """Add what the kernels that compute tiles need; mods are compiled."""
-        known["key_range"] = self.range
         whole = {**self.known, **known}
         self.keep = [self.keep, cpu.add_mods(self.problem, whole)]
         return whole | cpu.option_functions(whole, self.vectors)
@@ -234,8 +271,8 @@ class _Backward:
         if tangents.bias is not None or tangents.alibi_slopes is not None:
             terms = replace(terms, bias=tangents.bias, slopes=tangents.alibi_slopes)
             other = replace(self.problem, terms=terms)
-            out = memory(self.passed.out)
-            arrays, fields = cpu.option_arrays(other, out), cpu.fields_of(other, out)
+            arrays = cpu.option_arrays(other, self.out)
+            fields = cpu.fields_of(other, self.out)
             held += [terms, cpu.laid_out(arrays, fields)]
             fields |= {"bias": address(tangents.bias), "softcap": 0.0}
             record = whole_record(fields)
@@ -245,7 +282,8 @@ class _Backward:
         return known
 
     def operands(
-        self, wanted: Collection[str], moves: dict[str, Any] | None = None
+        self, wanted: Collection[str], arrays: Arrays, passed: Passed,
+        moves: dict[str, Any] | None = None,
     ) -> dict[str, Any]:
         """Gradients of query, key, value and slopes; second derivatives where there are moves."""
         spec, problem = self.spec, self.problem
@@ -276,13 +314,14 @@ class _Backward:
         tasks = entries * spec.num_kv_heads * self.ranges
         if moves is not None:
             kernel = kernel_second.second_double if self.double else kernel_second.second_single
-            scratch = kernel_second.second_bytes(*self.shape())
-            self.launch(kernel, tasks, scratch, self.tiles(moves | known))
-            return {name: self._summed(name, x) for name, x in results.items()}
-        kernel = backward.pull_double if self.double else backward.pull_single
-        if spec.dtype == "bfloat16" and HOST.bf16:
-            kernel = backward.pull_pairs
-        self.launch(kernel, tasks, gradient.room_bytes(*self.shape()), self.tiles(known))
+            scratch, tiled = kernel_second.second_bytes(*self.shape()), self.tiles(moves | known)
+        else:
+            kernel = backward.pull_double if self.double else backward.pull_single
+            if spec.dtype == "bfloat16" and HOST.bf16:
+                kernel = backward.pull_pairs
+            scratch = gradient.room_bytes(*self.shape())
+            tiled = self.tiled = self.tiled or self.tiles(known)
+        self.launch(kernel, tasks, scratch, tiled | known, arrays, passed)
         return {name: self._summed(name, x) for name, x in results.items()}
 
     def _summed(self, name: str, x: Any) -> Any:
@@ -296,7 +335,7 @@ class _Backward:
         )
         return x.sum(axis=axes, keepdims=True) if axes else x
 
-    def bias(self) -> Any:
+    def bias(self, arrays: Arrays, passed: Passed) -> Any:
         """Gradient of the bias, in its own shape."""
         spec, given = self.spec, self.problem.terms.bias
         assert given is not None
@@ -316,7 +355,7 @@ class _Backward:
         }  # fmt: skip
         kernel = bias.bias_double if self.double else bias.bias_single
         scratch = gradient.room_bytes(*self.shape())
-        self.launch(kernel, groups * self.ranges, scratch, self.tiles(known))
+        self.launch(kernel, groups * self.ranges, scratch, self.tiles(known), arrays, passed)
         return sums.sum(axis=1).reshape(given.shape)
 
 

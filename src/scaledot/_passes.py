@@ -6,9 +6,12 @@ these four.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Collection
 from typing import Any, cast
+
+import numpy as np
 
 from scaledot import _arrays, _choice, _derivatives, _reference
 from scaledot._derivatives import Grads, Rows, Second
@@ -16,7 +19,6 @@ from scaledot._errors import value_error
 from scaledot._spec import Options, Problem, accumulation, complete, resolve
 from scaledot._state import State, merged
 from scaledot._typing import Array
-
 
 _UNNAMED = ("segment_ids", "alibi_slopes", "sinks", "score_mod", "mask_mod", "block_mask")
 """Options with which the preparation of a call is not kept."""
@@ -51,7 +53,7 @@ def forward(
             options.scale, options.softcap, options.dropout, options.q_offset, options.kv_offset,
             options.impl, slices,
         )  # fmt: skip
-    state = _choice.again(name, arrays)
+    state: State | None = _choice.again(name, arrays)
     if state is None:
         problem = resolve(query, key, value, options, slices=slices)
         rounded = not wide and problem.sinks is None
@@ -75,20 +77,36 @@ def backward(
 
     ``out`` and ``lse`` are those of `forward`; ``grad_lse`` may be None for zeros.
     """
+    name, arrays = None, (query, key, value, out, lse, grad_out, grad_lse)
+    rank = query.ndim
+    if (
+        rank == key.ndim == value.ndim > 2 and options.mask is None and options.bias is None
+        and all(getattr(options, option) is None for option in _UNNAMED)
+    ):  # fmt: skip
+        name = _choice.name_of(
+            arrays, options.window, "backward", *sorted(wanted), options.causal, options.kv_len,
+            options.scale, options.softcap, options.dropout, options.q_offset, options.kv_offset,
+            options.impl, slices,
+        )  # fmt: skip
+        grads = _choice.again(name, arrays)
+        if grads is not None:
+            return cast(Grads, grads)
     problem = resolve(query, key, value, options, slices=slices)
     _need_slope(problem)
     xp = _arrays.namespace(query)
     arguments = _arguments(query, key, value, options)
     wanted = {name for name in wanted if getattr(arguments, name) is not None}
-    name, _ = _choice.choose(problem)
+    chosen, _ = _choice.choose(problem)
     with _arrays.quiet(xp):
-        mass = _mass(xp, problem, name, lse)
-        if name == "kernels":
-            grads, rows = _by_kernels(xp, problem, out, lse, grad_out, grad_lse, mass, wanted)
+        mass = _mass(xp, problem, chosen, lse)
+        if chosen == "kernels":
+            grads, rows, run = _by_kernels(xp, problem, out, lse, grad_out, grad_lse, mass, wanted)
+            if name is not None:
+                _choice.keep(name, problem, run)
         else:
             rows = _row_terms(xp, problem, out, lse, grad_out, grad_lse, mass)
             grads = _derivatives.backward(
-                complete(problem), rows, wanted, in_blocks=name != "dense"
+                complete(problem), rows, wanted, in_blocks=chosen != "dense"
             )
         if "sinks" in wanted:
             shares = _sink_weights(xp, problem, rows) * rows.delta
@@ -99,17 +117,34 @@ def backward(
 def _by_kernels(
     xp: Any, problem: Problem, out: Array, lse: Array, grad_out: Array, grad_lse: Array | None,
     mass: Array | None, wanted: Collection[str],
-) -> tuple[Grads, Rows]:  # fmt: skip
-    """Gradients by the kernels, and what of the rows the gradient of sinks needs."""
+) -> tuple[Grads, Rows, Any]:  # fmt: skip
+    """Gradients by the kernels, what of the rows the gradient of sinks needs, and how to go on."""
     from scaledot import _kernel_gradients  # loads Numba
 
     passed = _kernel_gradients.passed_of(problem, out, lse, grad_out, grad_lse, mass)
-    grads = _kernel_gradients.run(problem, passed, wanted)
+    run = _kernel_gradients.prepared(problem, passed, wanted)
+    grads = run(_kernel_gradients.Arrays.of(problem), passed)
+    kept = functools.partial(_again, _kernel_gradients.thin(problem), run)
     known, delta = (
         _kernel_gradients.in_library(x, problem)[..., None] for x in (passed.lse, passed.delta)
     )
-    known = xp.where(known == -math.inf, xp.zeros_like(known), known)
-    return grads, Rows(known, passed.grad_out, delta, mass=mass)
+    empty = known == -math.inf
+    known, delta = (xp.where(empty, xp.zeros_like(x), x) for x in (known, delta))
+    return grads, Rows(known, passed.grad_out, delta, mass=mass), kept
+
+
+def _again(
+    problem: Problem, run: Any, query: Array, key: Array, value: Array, out: Array, lse: Array,
+    grad_out: Array, grad_lse: Array | None,
+) -> Grads | None:  # fmt: skip
+    """Run a kept backward pass of query, key and value; None where some lse is huge."""
+    from scaledot import _kernel_gradients  # loads Numba
+
+    passed = _kernel_gradients.passed_of(problem, out, lse, grad_out, grad_lse, None)
+    if _reference.is_huge(np, passed.lse).any():
+        return None
+    grads = run(_kernel_gradients.Arrays(query, key, value, None, None), passed)
+    return _like_arguments(_arrays.namespace(query), grads, Grads(query, key, value))
 
 
 def tangent(
