@@ -1,11 +1,9 @@
 """`scaledot.jax`: JAX's signature and conventions, against `jax.nn` and a textbook in float64."""
 
-import doctest
 import importlib
 import inspect
 import math
 import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -218,12 +216,3 @@ def test_without_jax_the_error_names_the_command(monkeypatch):
     monkeypatch.setitem(sys.modules, "jax", None)
     with pytest.raises(ImportError, match=r"pip install 'scaledot\[jax\]'"):
         importlib.import_module("scaledot.jax")
-
-
-def test_the_page_of_the_documentation_runs():
-    page = Path(__file__).parents[1] / "docs" / "jax.md"
-    if not page.exists():
-        pytest.skip("the documentation is not part of this copy")
-    failed, attempted = doctest.testfile(str(page), module_relative=False)
-    assert attempted
-    assert not failed

@@ -1,6 +1,5 @@
 """`scaledot.torch`: PyTorch's attention function, by its arguments, and calls of it routed here."""
 
-import doctest
 import functools
 import importlib
 import inspect
@@ -9,7 +8,6 @@ import os
 import subprocess
 import sys
 import threading
-from pathlib import Path
 
 import pytest
 
@@ -22,7 +20,6 @@ patched = module.patched
 scaled_dot_product_attention = module.scaled_dot_product_attention
 functional = torch.nn.functional
 imported_by_name = functional.scaled_dot_product_attention
-PAGE = Path(__file__).parent.parent / "docs" / "torch.md"
 
 # query, key, value: every way in which the axes before the last two may broadcast.
 SHAPES = {
@@ -410,11 +407,3 @@ def test_layers_of_pytorch(training, batch_first, calls, generator):
             out = layer(x)
     assert len(calls) == 1
     assert_close(out, exact, plain, eps=EPS["float32"], len_kv=8)
-
-
-def test_the_page_for_users():
-    flags = doctest.NORMALIZE_WHITESPACE | doctest.ELLIPSIS
-    failed, tried = doctest.testfile(str(PAGE), module_relative=False, optionflags=flags)
-    assert tried
-    assert failed == 0
-    assert PAGE.read_text(encoding="utf-8").count("```python\n") > 3
