@@ -1,6 +1,6 @@
 """scaledot behind the neutral interface of `attention_cases`.
 
-Cases that want gradients run on PyTorch, which differentiates through the same calls.
+Gradients come from `attention_vjp`, or from PyTorch, which differentiates through `attention`.
 """
 
 import numpy as np
@@ -11,15 +11,21 @@ from attention_cases import Unsupported
 GRADIENTS = {"dq": "query", "dk": "key", "dv": "value", "dbias": "bias", "dsinks": "sinks"}
 
 
-def candidate(op, want=("out",), impl="auto", **arguments):
-    """Run one case by one implementation and return the results it wants, as NumPy arrays."""
+def candidate(op, want=("out",), impl="auto", library="numpy", **arguments):
+    """Run one case by one implementation and return the results it wants, as NumPy arrays.
+
+    ``library`` is the one that takes gradients.
+    """
     if op == "set_threads":
         sd.set_num_threads(arguments["n"])
         return {}
     run = {"attention": attention, "varlen": varlen, "merge": merge, "decode": decode}.get(op)
     if run is None:
         raise Unsupported(f"{op} is not part of this version")
-    return run(want, arguments if op == "merge" else {**arguments, "impl": impl})
+    if op == "merge":
+        return run(want, arguments)
+    arguments = {**arguments, "impl": impl}
+    return run(want, arguments) if op == "decode" else run(want, arguments, library)
 
 
 def merge(want, arguments):
@@ -49,7 +55,7 @@ def decode(want, arguments):
     return {"out": np.concatenate(outputs, axis=-2)}
 
 
-def attention(want, arguments):
+def attention(want, arguments, library):
     dout, dlse = (arguments.pop(name, None) for name in ("dout", "dlse"))
     names = {"q": "query", "k": "key", "v": "value", "kv_lens": "kv_len"}
     options = {names.get(name, name): x for name, x in arguments.items()}
@@ -73,7 +79,8 @@ def attention(want, arguments):
     if not len(options["query"]) and dout is None:
         want = ("out", "lse")
     if set(want) & set(GRADIENTS):
-        return with_gradients(options, want, dout, dlse)
+        take = with_gradients if library == "numpy" else with_gradients_of_torch
+        return take(options, want, dout, dlse)
     results = {"out": sd.attention(**options), "lse": lse_of(options)}
     if "weights" in want:
         shaping = {n: x for n, x in options.items() if n not in ("value", "dropout", "seed")}
@@ -97,6 +104,13 @@ def lse_of(options):
 
 
 def with_gradients(options, want, dout, dlse):
+    out, pullback = sd.attention_vjp(**options)
+    grads = pullback(np.zeros_like(out) if dout is None else dout, dlse)
+    results = {"out": out, "lse": pullback.lse}
+    return results | {name: getattr(grads, GRADIENTS[name]) for name in set(want) & set(GRADIENTS)}
+
+
+def with_gradients_of_torch(options, want, dout, dlse):
     try:
         import torch
     except ImportError as error:
@@ -120,12 +134,13 @@ def with_gradients(options, want, dout, dlse):
     return {name: x.detach().numpy() for name, x in results.items()}
 
 
-def varlen(want, arguments):
+def varlen(want, arguments, library):
     dout = arguments.pop("dout", None)
     query, key, value = (arguments.pop(n) for n in "qkv")
     starts = arguments.pop("cu_q"), arguments.pop("cu_k")
     if dout is not None:
-        return varlen_with_gradients(query, key, value, *starts, dout, arguments)
+        take = varlen_with_gradients if library == "numpy" else varlen_with_gradients_of_torch
+        return take(query, key, value, *starts, dout, arguments)
     return {
         "out": sd.varlen_attention(query, key, value, *starts, **arguments),
         "lse": varlen_lse(query, key, value, *starts, arguments),
@@ -142,6 +157,13 @@ def varlen_lse(query, key, value, cu_q, cu_k, options):
 
 
 def varlen_with_gradients(query, key, value, cu_q, cu_k, dout, options):
+    out, pullback = sd.varlen_attention_vjp(query, key, value, cu_q, cu_k, **options)
+    grads = pullback(dout)
+    results = {"out": out, "dq": grads.query, "dk": grads.key, "dv": grads.value}
+    return dict(results, lse=varlen_lse(query, key, value, cu_q, cu_k, options))
+
+
+def varlen_with_gradients_of_torch(query, key, value, cu_q, cu_k, dout, options):
     try:
         import torch
     except ImportError as error:

@@ -19,6 +19,19 @@ def _same_threads_after():
     sd.set_num_threads(before)
 
 
+WITH_GRADIENTS = [
+    case for case in attention_cases.CASES
+    if set(case["want"]) & {"dq", "dk", "dv", "dbias"} and case["op"] not in MAY_BE_UNSUPPORTED
+]
+
+
+@pytest.mark.parametrize("case", WITH_GRADIENTS, ids=lambda case: case["id"])
+def test_gradients_by_torch(case):
+    pytest.importorskip("torch")
+    with np.errstate(all="ignore"):
+        assert not attention_cases.run_case(case, functools.partial(candidate, library="torch"))
+
+
 @pytest.mark.parametrize("impl", ["auto", "blockwise", "dense"])
 @pytest.mark.parametrize("case", attention_cases.CASES, ids=lambda case: case["id"])
 def test_shared_case(case, impl, record_property):
@@ -27,8 +40,7 @@ def test_shared_case(case, impl, record_property):
             failures = attention_cases.run_case(case, functools.partial(candidate, impl=impl))
     except attention_cases.Unsupported as reason:
         record_property("unsupported", case["id"])
-        no_torch = set(case["want"]) & {"dq", "dk", "dv", "dbias"}
-        assert case["op"] in MAY_BE_UNSUPPORTED or no_torch
+        assert case["op"] in MAY_BE_UNSUPPORTED
         pytest.skip(f"unsupported yet: {case['id']} ({reason})")
     assert not failures, f"{case['title']}: {failures}"
 
