@@ -11,7 +11,7 @@ import naive
 import scaledot as sd
 from compare import EPS, as_float64, assert_close
 from conftest import Library
-from scaledot import _blockwise
+from scaledot import _blockwise, _derivatives
 
 torch = pytest.importorskip("torch")
 
@@ -411,3 +411,34 @@ def test_auto_differentiates():
         found[impl, dtype] = torch.autograd.grad(out.square().sum(), leaves)
     for got, yardstick, truth in zip(*found.values(), strict=True):
         assert_gradient(got, truth, yardstick, eps=EPS["float32"], len_kv=600)
+
+
+@pytest.mark.parametrize("impl", ["blockwise", "kernels"])
+def test_autocast_does_not_reach_inside(impl):
+    """Its products would be rounded to bfloat16; the argument's dtype is what was asked for."""
+    query, key, value = (torch.randn(2, 9, 4, requires_grad=True) for _ in range(3))
+
+    def run():
+        out = sd.attention(query, key, value, impl=impl)
+        return out, *torch.autograd.grad(out.sum(), (query, key, value))
+
+    plain = run()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert torch.matmul(query, key.mT).dtype == torch.bfloat16
+        inside = run()
+    assert all(map(torch.equal, plain, inside))
+
+
+def test_derivatives_of_tensors_are_the_kernels(monkeypatch):
+    """Backward, forward mode and second derivatives, none of them by array operations."""
+    for name in ("backward", "tangent", "second"):
+        monkeypatch.delattr(_derivatives, name)
+    query, key, value = (torch.randn(2, 9, 4, requires_grad=True) for _ in range(3))
+    (grad,) = torch.autograd.grad(
+        sd.attention(query, key, value).square().sum(), query, create_graph=True
+    )
+    grad.square().sum().backward()
+    assert key.grad.isfinite().all()
+    plain = [x.detach() for x in (query, key, value)]
+    _, tangent = torch.func.jvp(sd.attention, tuple(plain), (plain[2], plain[0], plain[1]))
+    assert tangent.isfinite().all()
