@@ -429,6 +429,7 @@ def test_autocast_does_not_reach_inside(impl):
     assert all(map(torch.equal, plain, inside))
 
 
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")  # PyTorch's forward mode
 def test_derivatives_of_tensors_are_the_kernels(monkeypatch):
     """Backward, forward mode and second derivatives, none of them by array operations."""
     for name in ("backward", "tangent", "second"):
