@@ -74,6 +74,7 @@ def function_of(arguments, names, impl, function=sd.attention):
     return call
 
 
+@pytest.mark.heavy  # test_torch_rules has the same combinations, by what auto takes
 @pytest.mark.parametrize(
     "index", range(len(COMBINATIONS)), ids=lambda i: f"{i}:{cases.label(COMBINATIONS[i])}"
 )
