@@ -29,7 +29,7 @@ LAYERS = (
     ("_bridges",),
     ("_choice", "_packed", "_kernel_gradients"),
     ("_passes",),
-    ("_torch_ops",),
+    ("_torch_ops", "_torch_closures"),
     ("_torch_rules", "_jax_rules"),
     ("_rules",),
     ("_attention", "_explain"),

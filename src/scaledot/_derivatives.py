@@ -239,7 +239,7 @@ def _index(x: Array, name: str, place: Region, group: int) -> Region:
     """Where the scores at ``place`` (lead, heads, queries, keys) lie in an argument."""
     *lead, heads, queries, keys = place
     if name in ("key", "value"):
-        heads = slice(heads.start // group, -(-heads.stop // group))
+        heads = slice(heads.start // max(1, group), -(-heads.stop // max(1, group)))
     rows = {"query": (queries, slice(None)), "key": (keys, slice(None)),
             "value": (keys, slice(None))}.get(name, (queries, keys))  # fmt: skip
     whole = (*lead, heads, *rows)
@@ -251,7 +251,7 @@ def _index(x: Array, name: str, place: Region, group: int) -> Region:
 def _parts(problem: Problem, in_blocks: bool) -> Iterator[tuple[Region, Problem]]:
     """Tiles with their places among the scores (lead, heads, queries, keys)."""
     spec = problem.spec
-    if not spec.len_kv:
+    if not math.prod(spec.scores_shape):
         return
     if not in_blocks:
         yield tuple(slice(0, n) for n in spec.scores_shape), problem

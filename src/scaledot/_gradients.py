@@ -26,10 +26,10 @@ class Pullback:
     def __init__(self, arrays: tuple[Array, Array, Array], options: Options) -> None:
         self._arrays, self._options = arrays, options
         query, key, value = _on_host(arrays)
+        # Own copies: what the caller does to the result must not change its gradient.
         state = _passes.forward(query, key, value, _options_on_host(options))
         self._state = state
-        self.out = _back(state.out, arrays[0])
-        self.lse = _back(state.lse, arrays[0])
+        self.out, self.lse = (_back(_copy(x), arrays[0]) for x in state)
 
     def __call__(self, grad_out: Array, grad_lse: Array | None = None) -> Grads:
         """Gradients of all arguments, given those of ``out`` and, if it counts, of ``lse``.
@@ -41,11 +41,11 @@ class Pullback:
         grad_lse : array, shape (..., num_heads, len_q), optional
             Gradient of the loss by ``lse``.
         """
-        check_like("grad_out", grad_out, self.out)
-        if grad_lse is not None:
-            check_like("grad_lse", grad_lse, self.lse)
-        query, key, value, grad_out, grad_lse = _on_host((*self._arrays, grad_out, grad_lse))
         out, lse = self._state
+        check_like("grad_out", grad_out, self._arrays[0], out.shape)
+        if grad_lse is not None:
+            check_like("grad_lse", grad_lse, self._arrays[0], lse.shape)
+        query, key, value, grad_out, grad_lse = _on_host((*self._arrays, grad_out, grad_lse))
         grads = _passes.backward(
             query, key, value, _options_on_host(self._options), out, lse, grad_out, grad_lse,
             wanted=Grads._fields,
@@ -132,7 +132,7 @@ def attention_vjp(
         score_mod, mask_mod, block_mask, dropout, seed, q_offset, kv_offset, impl,
     )  # fmt: skip
     arrays = (query, key, value)
-    _check_concrete(*arrays)
+    _check_concrete(*arrays, *options)
     _passes.check(*arrays, options)
     pullback = Pullback(arrays, options)
     return cast(ArrayT, pullback.out), pullback
@@ -214,11 +214,11 @@ def attention_jvp(
                 "Write attention_jvp((query, key, value), (dq, dk, dv)).",
             )
     query, key, value = primals
-    _check_concrete(query, key, value)
+    _check_concrete(query, key, value, *options)
     _passes.check(query, key, value, options)
     for name, tangent, primal in zip(("dq", "dk", "dv"), tangents, primals, strict=True):
         if tangent is not None:
-            check_like(name, tangent, primal)
+            check_like(name, tangent, query, cast(Any, primal).shape)
     query, key, value, *moves = _on_host((*primals, *tangents))
     here = _options_on_host(options)
     out, lse = _passes.forward(query, key, value, here)
@@ -226,22 +226,23 @@ def attention_jvp(
     return _back(out, primals[0]), _back(moved.out, primals[0])
 
 
-def check_like(name: str, x: Array, like: Array) -> None:
-    """Raise unless x could be added to another array."""
+def check_like(name: str, x: Array, query: Array, shape: tuple[int, ...]) -> None:
+    """Raise unless x is a plain array of this shape, of query's library."""
     _arrays.check_array(name, x)
-    _arrays.check_same_place(query=like, **{name: x})
+    _arrays.check_same_place(query=query, **{name: x})
+    _check_concrete(x)
     if not _arrays.is_float(x):
         raise type_error(
             f"{name} must have a floating-point dtype", _arrays.describe(x), "Use astype."
         )
-    if tuple(x.shape) != tuple(like.shape):
+    if tuple(x.shape) != tuple(shape):
         raise value_error(
-            f"{name} must have the shape {tuple(like.shape)}", tuple(x.shape),
+            f"{name} must have the shape {tuple(shape)}", tuple(x.shape),
             "It is that of what it is a gradient or a tangent of.",
         )
 
 
-def _check_concrete(*arrays: Array) -> None:
+def _check_concrete(*arrays: Any) -> None:
     """Raise for arrays that a library is tracing or differentiating itself."""
     for x in arrays:
         kind = _arrays.library(x)
@@ -253,6 +254,10 @@ def _check_concrete(*arrays: Array) -> None:
                 f"one that {kind} differentiates or traces",
                 "Differentiate scaledot.attention with the library's own functions.",
             )
+
+
+def _copy(x: Any) -> Any:
+    return x.clone() if _arrays.library(x) == "torch" else x.copy()
 
 
 def _on_host(arrays: tuple[Any, ...]) -> tuple[Any, ...]:

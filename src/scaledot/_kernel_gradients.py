@@ -114,8 +114,8 @@ def prepared(problem: Problem, passed: Passed, wanted: Collection[str]) -> Pass:
     problem = thin(problem)
 
     def run(arrays: Arrays, passed: Passed) -> Grads:
-        if call is None:
-            passed.delta[...] = 0
+        if call is None:  # out is 0
+            np.negative(passed.delta, out=passed.delta)
             found = _zeros(problem, wanted)
         else:
             found = call.run(wanted, arrays, passed)
@@ -232,7 +232,7 @@ class _Backward:
         """First derivatives."""
         pairs = math.prod(self.spec.lead) * self.spec.num_heads
         kernel = backward.deltas_double if self.double else backward.deltas_single
-        scratch = 2 * self.vectors.size * (self.spec.d_v + self.vectors.lanes)
+        scratch = backward.delta_bytes(self.vectors.lanes, self.vectors.size, self.spec.d_v)
         self.launch(kernel, pairs * self.blocks, scratch, self.known, arrays, passed)
         found: dict[str, Any] = {}
         if {"query", "key", "value", "alibi_slopes"} & set(wanted):

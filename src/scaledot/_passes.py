@@ -72,10 +72,13 @@ def forward(
 def backward(
     query: Array, key: Array, value: Array, options: Options, out: Array, lse: Array,
     grad_out: Array, grad_lse: Array | None, *, wanted: Collection[str], slices: bool = False,
+    whole: bool = True,
 ) -> Grads:  # fmt: skip
     """Gradients of the arguments named in ``wanted``, each with its argument's shape and dtype.
 
-    ``out`` and ``lse`` are those of `forward`; ``grad_lse`` may be None for zeros.
+    ``out`` and ``lse`` are those of `forward`; ``grad_lse`` may be None for zeros. They may also
+    be those over more keys, of which these are a part that is not the ``whole``: the gradients by
+    query are then its share.
     """
     name, arrays = None, (query, key, value, out, lse, grad_out, grad_lse)
     rank = query.ndim
@@ -86,7 +89,7 @@ def backward(
         name = _choice.name_of(
             arrays, options.window, "backward", *sorted(wanted), options.causal, options.kv_len,
             options.scale, options.softcap, options.dropout, options.q_offset, options.kv_offset,
-            options.impl, slices,
+            options.impl, slices, whole,
         )  # fmt: skip
         grads = _choice.again(name, arrays)
         if grads is not None:
@@ -98,11 +101,11 @@ def backward(
     wanted = {name for name in wanted if getattr(arguments, name) is not None}
     chosen, _ = _choice.choose(problem)
     with _arrays.quiet(xp):
-        mass = _mass(xp, problem, chosen, lse)
+        mass = _mass(xp, problem, chosen, lse) if whole else None
         if chosen == "kernels":
             grads, rows, run = _by_kernels(xp, problem, out, lse, grad_out, grad_lse, mass, wanted)
             if name is not None:
-                _choice.keep(name, problem, run)
+                _choice.keep(name, problem, functools.partial(run, whole))
         else:
             rows = _row_terms(xp, problem, out, lse, grad_out, grad_lse, mass)
             grads = _derivatives.backward(
@@ -134,14 +137,14 @@ def _by_kernels(
 
 
 def _again(
-    problem: Problem, run: Any, query: Array, key: Array, value: Array, out: Array, lse: Array,
-    grad_out: Array, grad_lse: Array | None,
+    problem: Problem, run: Any, whole: bool, query: Array, key: Array, value: Array, out: Array,
+    lse: Array, grad_out: Array, grad_lse: Array | None,
 ) -> Grads | None:  # fmt: skip
-    """Run a kept backward pass of query, key and value; None where some lse is huge."""
+    """Run a kept backward pass of query, key and value; None where some lse is large."""
     from scaledot import _kernel_gradients  # loads Numba
 
     passed = _kernel_gradients.passed_of(problem, out, lse, grad_out, grad_lse, None)
-    if _reference.is_huge(np, passed.lse).any():
+    if whole and _reference.is_large(np, passed.lse).any():
         return None
     grads = run(_kernel_gradients.Arrays(query, key, value, None, None), passed)
     return _like_arguments(_arrays.namespace(query), grads, Grads(query, key, value))
@@ -218,8 +221,8 @@ def _arguments(query: Array, key: Array, value: Array, options: Options) -> Grad
 
 
 def _mass(xp: Any, problem: Problem, name: str, lse: Array) -> Array | None:
-    """Sums of ``exp(score - lse)`` where lse is huge, 1 elsewhere; None where it is nowhere."""
-    if not _arrays.may_hold(xp.any(_reference.is_huge(xp, lse))):
+    """Sums of ``exp(score - lse)`` where lse is large, 1 elsewhere; None where it is nowhere."""
+    if not _arrays.may_hold(xp.any(_reference.is_large(xp, lse))):
         return None
     rows = _row_terms(xp, problem, None, lse, None, None, None)
     if name == "kernels":
@@ -230,7 +233,7 @@ def _mass(xp: Any, problem: Problem, name: str, lse: Array) -> Array | None:
         mass = _derivatives.masses(complete(problem), rows, in_blocks=name != "dense")
     if problem.sinks is not None:
         mass = mass + xp.exp(problem.sinks - rows.lse)
-    large = _reference.is_huge(xp, rows.lse) & (mass > 0)
+    large = _reference.is_large(xp, rows.lse) & (mass > 0)
     return xp.where(large, mass, xp.ones_like(mass))
 
 

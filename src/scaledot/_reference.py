@@ -28,6 +28,10 @@ BRANCHES = (
 )  # fmt: skip
 
 
+LARGE_LSE = 16.0
+"""Beyond it, weights ``exp(score - lse)`` are scaled to sum to 1: they are off by ``eps·|lse|``."""
+
+
 def dense(problem: Problem) -> State:
     """Softmax attention with all scores in memory, ``softmax(scale·Q Kᵀ) V``.
 
@@ -55,7 +59,7 @@ def dense_weights(problem: Problem) -> Array:
 
 def of_mass_one(xp: Any, problem: Problem, weights: Array, lse: Array) -> Array:
     """Weights of whole rows, scaled where lse is so large that ``exp(score - lse)`` is too."""
-    large = is_huge(xp, lse)
+    large = is_large(xp, lse)
     if not _arrays.may_hold(xp.any(large)):
         return weights
     mass = xp.sum(weights, axis=-1, keepdims=True)
@@ -64,13 +68,12 @@ def of_mass_one(xp: Any, problem: Problem, weights: Array, lse: Array) -> Array:
     return xp.where(large & (mass > 0), weights / mass, weights)
 
 
-def is_huge(xp: Any, lse: Array) -> Array:
-    """Where lse is finite, and so large that it does not tell n equal scores from one.
+def is_large(xp: Any, lse: Array) -> Array:
+    """Where lse is finite, and so large that its rounding would show in ``exp(score - lse)``.
 
-    A row all of whose biases are the lowest number has ``lse + log(len_kv) == lse``.
+    At the far end, a row all of whose biases are the lowest number has ``lse + log(n) == lse``.
     """
-    limit = 2.0**40 if _arrays.dtype_name(lse) == "float64" else 2.0**16
-    return (xp.abs(lse) > limit) & xp.isfinite(lse)
+    return (xp.abs(lse) > LARGE_LSE) & xp.isfinite(lse)
 
 
 def tile_weights(xp: Any, problem: Problem, lse: Array) -> Array:
@@ -205,9 +208,10 @@ def _call_mod(problem: Problem, name: str, function: Callable[..., Any], *first:
                 "(a < b) & (c < d) for 'and', and where(condition, x, y) for 'if'.",
             ) from error
         raise
-    right_kind = _arrays.is_float if name == "score_mod" else _arrays.is_bool
+    is_score = name.startswith("score_mod")
+    right_kind = _arrays.is_float if is_score else _arrays.is_bool
     if _arrays.library(result) != spec.library or not right_kind(result):
-        kind = "floating-point" if name == "score_mod" else "boolean"
+        kind = "floating-point" if is_score else "boolean"
         raise type_error(
             f"{name} must return a {kind} array of the library of its arguments",
             _arrays.describe(result), "Combine its arguments.",
@@ -278,7 +282,7 @@ def mod_slopes(xp: Any, problem: Problem, scores: Array) -> Array:
             return xp.full_like(scores[..., :1, :1], found)
         return found
 
-    slopes = _call_mod(problem, "score_mod", slope, scores)
+    slopes = _call_mod(problem, "score_mod's derivative", slope, scores)
     return xp.astype(slopes, scores.dtype, copy=False)
 
 

@@ -28,6 +28,7 @@ from scaledot._derivatives import Grads
 from scaledot._errors import value_error
 from scaledot._spec import Options, batch_seeds
 from scaledot._state import State
+from scaledot._torch_closures import enclosed
 from scaledot._torch_ops import NAMES, PLACES, Given, alone, no_third, or_zeros, split
 
 _jit: Any = torch.jit
@@ -63,7 +64,10 @@ def applies(query: Tensor, key: Any, value: Any, options: Options) -> bool:
         return mods == (None, None)
     if any(type(x) not in _PLAIN for x in tensors) or not any(map(_is_tracked, tensors)):
         return False
-    return mods == (None, None) or not any(map(_is_tracked, _enclosed(mods)))
+    if mods == (None, None):
+        return True
+    read = enclosed(mods)
+    return read is not None and not any(map(_is_tracked, read))
 
 
 def _is_dispatched() -> bool:
@@ -85,21 +89,6 @@ def _is_tracked(x: Tensor) -> bool:
     if torch._C._functorch.is_functorch_wrapped_tensor(x):
         return True
     return _forward_ad._current_level >= 0 and _forward_ad.unpack_dual(x).tangent is not None
-
-
-def _enclosed(functions: Any) -> list[Tensor]:
-    """Tensors in the closures of functions and of pairs of these."""
-    found = []
-    for function in functions:
-        if isinstance(function, tuple):
-            found += _enclosed(function)
-        for cell in getattr(function, "__closure__", None) or ():
-            try:
-                content = cell.cell_contents
-            except ValueError:  # not filled yet
-                continue
-            found += [content] if isinstance(content, Tensor) else []
-    return found
 
 
 def attention(

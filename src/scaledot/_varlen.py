@@ -13,6 +13,7 @@ from scaledot._attention import attention
 from scaledot._derivatives import Grads
 from scaledot._errors import value_error
 from scaledot._gradients import attention_vjp, check_like
+from scaledot._rules import derivative_rules
 from scaledot._spec import Options, Problem, batch_seeds, resolve, seed_halves
 from scaledot._state import State, merged
 from scaledot._typing import Array, ArrayT, Impl, MaskMod, ScoreMod
@@ -91,15 +92,14 @@ def varlen_attention(
     seeds = _sequence_seeds(seed, count) if _checks.dropout(dropout, seed) else None
     if count and mask_mod is None:
         q, k, v = heads_first
-        problem = resolve(
-            q[:, : starts_q[1], :], k[:, : starts_kv[1], :], v[:, : starts_kv[1], :],
-            Options(
-                causal=causal, window=window, scale=scale, softcap=softcap,
-                alibi_slopes=alibi_slopes, sinks=sinks, score_mod=score_mod, dropout=dropout,
-                seed=None if seeds is None else seeds[0, ...], impl=impl,
-            ),
+        options = Options(
+            causal=causal, window=window, scale=scale, softcap=softcap,
+            alibi_slopes=alibi_slopes, sinks=sinks, score_mod=score_mod, dropout=dropout,
+            seed=None if seeds is None else seeds[0, ...], impl=impl,
         )
-        if _choice.choose(problem)[0] == "kernels":
+        first = q[:, : starts_q[1], :], k[:, : starts_kv[1], :], v[:, : starts_kv[1], :]
+        problem = resolve(*first, options)
+        if derivative_rules(*first, options) is None and _choice.choose(problem)[0] == "kernels":
             found = _at_once(problem, heads_first, starts_q, starts_kv, seeds)
             if found is not None:
                 return cast(ArrayT, found)
@@ -189,7 +189,7 @@ def varlen_attention_vjp(
     out = joined([out for out, _ in parts])
 
     def pullback(grad_out: Array) -> Grads:
-        check_like("grad_out", grad_out, out)
+        check_like("grad_out", grad_out, query, out.shape)
         rows = xp.permute_dims(grad_out, (1, 0, 2))
         starts = starts_q if count else [0, 0]
         grads = [

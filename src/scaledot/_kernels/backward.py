@@ -17,6 +17,7 @@ from scaledot._kernels.gradient import (
     gradient_tile,
     load_block,
     load_range,
+    panel_depth,
     room_of,
     tile_range,
     wide_of,
@@ -34,21 +35,28 @@ from scaledot._kernels.kinds import (
     numbers,
     size,
 )
-from scaledot._kernels.layout import MR, NR
+from scaledot._kernels.layout import LINE, MR, NR, up
 from scaledot._kernels.pack import (
     FLOAT32,
     fetch_add,
+    fill_panel,
     load_byte,
     load_int64,
     numbers_to_row,
     row_to_numbers,
     transpose,
 )
-from scaledot._kernels.rows import row_product
-from scaledot._kernels.tile import EMPTY, end_key, first_key
+from scaledot._kernels.rows import column_product
+from scaledot._kernels.tile import DEPTH, EMPTY, end_key, first_key
 
 SPINS = 4096  # pauses before a thread that waits lets others have its processor
 NAP = 20_000  # nanoseconds
+
+
+def delta_bytes(lane: int, number: int, d_v: int) -> int:
+    """Bytes of a worker that computes deltas: two panels, sums, and rows to be turned over."""
+    span, depth = NR * lane, -(-max(1, d_v) // lane) * lane
+    return number * (2 * depth * span + span + lane * depth) + 2 * LINE
 
 
 @separate
@@ -258,39 +266,61 @@ def pull(kind, address, worker, budget):  # type: ignore[no-untyped-def]
     return 1
 
 
+@separate
+def block_deltas(kind, call, pair, row, count, memory):  # type: ignore[no-untyped-def]
+    """Delta of up to `span` rows.
+
+    Where a row sees one key, delta and the product of dO and that key's value are equal to the
+    bit, and so its dS is 0.
+    """
+    span, lane = NR * lanes(kind), lanes(kind)
+    panel = size(kind) * panel_depth(kind, call.d_v) * span
+    total, rows, other = memory + 2 * panel, memory + 2 * panel + size(kind) * span, memory + panel
+    item, columns = item_of(kind, call), -(-count // lane) * lane
+    grad = call.grad_out + load_int64(call.grad_places + 8 * pair) + row * call.grad_row
+    out = call.out + load_int64(call.out_places + 8 * pair) + row * call.out_row
+    fill_panel(
+        kind, grad, call.grad_row, call.grad_column, call.grad_dtype, count, call.d_v, columns,
+        span, rows, memory,
+    )  # fmt: skip
+    fill_panel(
+        kind, out, call.out_row, item, call.out_dtype, count, call.d_v, columns, span, rows, other
+    )
+    for c in range(0, columns, lane):
+        place = size(kind) * c
+        for i in range(0, max(1, call.d_v), DEPTH):
+            below = size(kind) * i * span + place
+            column_product(
+                kind, memory + below, other + below, span, min(DEPTH, max(1, call.d_v) - i),
+                total + place, i,
+            )  # fmt: skip
+    delta = numbers(kind, call.delta + size(kind) * (pair * call.len_q + row), count)
+    given = numbers(kind, total, count)
+    for i in range(count):
+        delta[i] = given[i] - delta[i]
+
+
 @inlined
 def row_deltas(kind, address, worker, budget):  # type: ignore[no-untyped-def]
-    """Delta = rowsum(dO∘O) of every row (algorithm 2, line 4), blocks from the shared counter.
+    """Delta = rowsum(dO∘O) - dlse of every row (algorithm 2, line 4), from the shared counter.
 
     ``delta`` holds the gradient of lse, which is taken off.
     """
     call = read(address)
-    lane = lanes(kind)
-    wide = -(-max(1, call.d_v) // lane) * lane
-    mine = call.scratch + worker * call.scratch_bytes
-    other = mine + size(kind) * wide
-    numbers(kind, mine, 2 * wide)[:] = 0
-    step, item = SUBS * NR * lane, item_of(kind, call)
-    blocks = -(-call.len_q // step)
+    memory = up(call.scratch + worker * call.scratch_bytes)
+    span = NR * lanes(kind)
+    blocks = -(-call.len_q // (SUBS * span))
     while budget > 0:
         task = fetch_add(call.counter, 1)
         if task >= call.num_entries * call.num_heads * blocks:
             return 0
-        pair, row = task // blocks, task % blocks * step
-        count = min(step, load_int64(call.q_count + 8 * (pair // call.num_heads)) - row)
-        grad = call.grad_out + load_int64(call.grad_places + 8 * pair)
-        out = call.out + load_int64(call.out_places + 8 * pair)
-        delta = numbers(kind, call.delta + size(kind) * (pair * call.len_q + row), max(0, count))
-        for i in range(count):
-            row_to_numbers(
-                kind, grad + (row + i) * call.grad_row, call.grad_column, call.d_v,
-                call.grad_dtype, mine,
-            )  # fmt: skip
-            row_to_numbers(
-                kind, out + (row + i) * call.out_row, item, call.d_v, call.out_dtype, other
-            )
-            delta[i] = row_product(kind, mine, other, wide) - delta[i]
-        budget -= step * call.d_v
+        pair, first = task // blocks, task % blocks * SUBS * span
+        last = min(
+            first + SUBS * span, load_int64(call.q_count + 8 * (pair // call.num_heads))
+        )
+        for row in range(first, last, span):
+            block_deltas(kind, call, pair, row, min(span, last - row), memory)
+        budget -= SUBS * span * call.d_v
     return 1
 
 

@@ -298,16 +298,26 @@ def row_scale(context: Any, kind: Any, row: Any, count: Any, factor: Any) -> Any
 
 
 @intrinsic
-def row_product(context: Any, kind: Any, x: Any, y: Any, count: Any) -> Any:
-    """Inner product of two rows of ``count`` numbers (a multiple of the lanes)."""
+def column_product(context: Any, kind: Any, x: Any, y: Any, step: Any, depth: Any, total: Any,
+                   add: Any) -> Any:  # fmt: skip
+    """Inner products of columns of two panels, ``depth`` numbers in one sum; a vector of them.
+
+    They are put into ``total``, or added to it: summed in the order of the micro-kernel, so that
+    equal products come out equal to the bit.
+    """
     v = vectors(kind)
 
     def emit(cx: Any, b: Any, sig: Any, args: Any) -> Any:
-        p, q = (simd.pointer(b, args[i], v.scalar) for i in (1, 2))
+        p, q, goal = (simd.pointer(b, args[i], v.scalar) for i in (1, 2, 5))
 
         def body(i: Any, sums: list[Any]) -> list[Any]:
-            return [v.fma(b, v.load(b, p, i), v.load(b, q, i), sums[0])]
+            place = b.mul(i, args[3])
+            return [v.fma(b, v.load(b, p, place), v.load(b, q, place), sums[0])]
 
-        return v.sum_lanes(b, simd.loop(b, args[3], v.lanes, [v.const(0.0)], body)[0])
+        found = simd.loop(b, args[4], 1, [v.const(0.0)], body)[0]
+        more = b.fadd(v.load(b, goal, I64(0)), found)
+        is_more = b.icmp_signed("!=", args[6], I64(0))
+        v.store(b, goal, I64(0), b.select(is_more, more, found))
+        return cx.get_dummy_value()
 
-    return v.number(kind, *(types.intp,) * 3), emit
+    return types.void(kind, *(types.intp,) * 6), emit

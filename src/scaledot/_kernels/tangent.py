@@ -29,6 +29,8 @@ from scaledot._kernels.pack import (
 from scaledot._kernels.softmax import weigh_moved
 from scaledot._kernels.tile import EMPTY, end_key, first_key, multiply, multiply_more
 
+LARGE_LSE = 16.0  # as in `_reference`
+
 
 class Room(NamedTuple):
     """Addresses of one worker's arrays, in the kind's numbers where nothing else is said."""
@@ -272,6 +274,15 @@ def store_block(kind, call, room, pair, row, count):  # type: ignore[no-untyped-
 
 
 @inlined
+def has_large(kind, lse, count):  # type: ignore[no-untyped-def]
+    """Whether weights of a block would be off by more than a few roundings of their own."""
+    given, largest = numbers(kind, lse, count), 0.0
+    for i in range(count):
+        largest = max(largest, abs(given[i]))
+    return largest > LARGE_LSE
+
+
+@inlined
 def move_rows(kind, address, worker, budget):  # type: ignore[no-untyped-def]
     """Take blocks of queries from the shared counter until none is left."""
     call = read(address)
@@ -291,6 +302,10 @@ def move_rows(kind, address, worker, budget):  # type: ignore[no-untyped-def]
         if count <= 0:
             continue
         start_block(kind, call, room, pair, row, count)
+        if call.weighs and not has_large(kind, room.lse, count):
+            numbers(kind, room.mean, count)[:] = 1
+            store_block(kind, call, room, pair, row, count)
+            continue
         low, high = first_key(call, entry, row), end_key(call, entry, row + count - 1)
         for tile in range(low // BLOCK_KV * BLOCK_KV, high, BLOCK_KV):
             load_tile(kind, call, room, key_pair, tile)
