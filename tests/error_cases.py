@@ -313,3 +313,47 @@ COMMON["attention_weights"] = [
     (error, must_hold.replace(SHARE, f"query and key {ONE_DTYPE}"), *rest)
     for error, must_hold, *rest in COMMON["attention_weights"]
 ]
+
+# Gradients
+
+PULLBACK_GIVEN = {"grad_out": ones((2, 4, 5, 3))}
+MOVES = {"primals": (QUERY, KEY, VALUE), "tangents": (None, None, None)}
+
+
+def differentiate(function, arguments):
+    """Call a function of gradients with some arguments, the others being right."""
+    if function == "attention_jvp":
+        return sd.attention_jvp(**MOVES | arguments)
+    if function == "pullback":
+        return sd.attention_vjp(**BASE)[1](**PULLBACK_GIVEN | arguments)
+    right = PACKED if function == "varlen_attention_vjp" else BASE
+    out, pullback = getattr(sd, function)(**right | arguments)
+    return pullback(out)
+
+
+def plus(score, batch, head, q_pos, kv_pos):
+    return score + 1
+
+
+A_PAIR = [
+    *each(ValueError, "score_mod must come with its derivative", "a function alone",
+          score_mod=[plus]),
+    *each(TypeError, "score_mod must be a function (score, batch, head, q_pos, kv_pos) -> score or"
+          " a pair (f, df)", "(", score_mod=[(plus,), (plus, 1.0), (None, plus), (plus,) * 3]),
+]
+GRADIENTS = {
+    "attention_vjp": A_PAIR, "varlen_attention_vjp": A_PAIR,
+    "pullback": [
+        *each(TypeError, f"grad_out {FLOAT}", grad_out=[ints((2, 4, 5, 3))]),
+        *each(TypeError, f"grad_lse {FLOAT}", grad_lse=[bools((2, 4, 5))]),
+        *each(ValueError, "grad_out must have the shape (2, 4, 5, 3)", grad_out=[ones((5, 3))]),
+        *each(ValueError, "grad_lse must have the shape (2, 4, 5)", grad_lse=[ones(5)]),
+    ],
+    "attention_jvp": [
+        *A_PAIR,
+        *each(TypeError, "primals must be a tuple of three", "tuple", primals=[(QUERY, KEY)]),
+        *each(TypeError, "tangents must be a tuple of three", "", tangents=[None, {}, QUERY]),
+        *each(ValueError, "dk must have the shape (2, 2, 7, 8)", "(2, 2, 7, 3)",
+              tangents=[(None, VALUE, None)]),
+    ],
+}

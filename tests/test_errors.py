@@ -23,7 +23,9 @@ from error_cases import (
     BROADCAST,
     CHANGES,
     COMMON,
+    GRADIENTS,
     KERNELS,
+    KEY,
     OPTIONS,
     OTHERS,
     PACKED,
@@ -36,6 +38,7 @@ from error_cases import (
     VALUE,
     WHOLE,
     bools,
+    differentiate,
     each,
     ints,
     one,
@@ -46,6 +49,7 @@ from error_cases import (
 from scaledot import _threads
 from scaledot._bridges import cpu
 from scaledot._kernels import mods, target
+from scaledot._spec import Options
 
 SOURCE = Path(sd.__file__).parent
 ELSEWHERE = ("_family", "_family_checks")  # their errors are tested beside their functions
@@ -223,13 +227,13 @@ TORCH = [
     *each(ValueError, "query and key must be on one device", "cpu and cuda:0", key=[elsewhere]),
     *each(TypeError, SEES, "numpy", mask_mod=[lambda t: lambda b, h, i, j: bools((5, 7))]),
     *each(TypeError, CHANGES, "numpy", score_mod=[lambda t: lambda s, b, h, i, j: QUERY]),
-    *(one(ValueError, KERNELS, obstacle, query=query,
-          impl=lambda _: "kernels")
-      for obstacle, query in {
-          "a tensor requires a gradient": lambda t: t.requires_grad_(),
-          "the tensors are being traced or are of a subclass":
-              lambda t: t.as_subclass(type("Own", (type(t),), {})),
-      }.items()),
+    one(ValueError, KERNELS, "the tensors are being traced or are of a subclass",
+        query=lambda t: t.as_subclass(type("Own", (type(t),), {})), impl=lambda _: "kernels"),
+]
+# What has no derivative rule of its own is differentiated operation by operation.
+TORCH_WEIGHTS = [
+    one(ValueError, KERNELS, "a tensor requires a gradient",
+        query=lambda t: t.requires_grad_(), impl=lambda _: "kernels"),
 ]
 TORCH_STATE = [
     *each(TypeError, "a.out and b.out must belong to one library", "numpy and torch",
@@ -242,7 +246,9 @@ TORCH_STATE = [
 
 
 @pytest.mark.filterwarnings("ignore")  # of PyTorch, about some of these kinds of tensors
-@pytest.mark.parametrize(PARAMETERS, table(attention=TORCH, merge=TORCH_STATE))
+@pytest.mark.parametrize(PARAMETERS, table(
+    attention=TORCH, attention_weights=TORCH_WEIGHTS, merge=TORCH_STATE,
+))  # fmt: skip
 def test_torch(function, error, must_hold, given, arguments):
     torch = pytest.importorskip("torch")
     tensors = {name: torch.tensor(x) for name, x in BASE.items()}
@@ -271,6 +277,68 @@ def test_values_that_a_compiler_traces():
     packed = jax.jit(lambda x, starts: sd.varlen_attention(x, x, x, starts, starts))
     raises(TypeError, f"{STARTS_Q} {WHOLE}", "values that are being traced", packed,
            PACKED["query"], np.array([0, 5]))
+
+
+@pytest.mark.parametrize(PARAMETERS, table(**GRADIENTS))
+def test_gradients(function, error, must_hold, given, arguments):
+    raises(error, must_hold, given, differentiate, function, arguments)
+
+
+def leaves():
+    torch = pytest.importorskip("torch")
+    return [torch.ones(1, 2, 2, dtype=torch.float64, requires_grad=True) for _ in range(3)]
+
+
+def test_gradients_of_what_a_library_differentiates():
+    """And of what it traces."""
+    jax = pytest.importorskip("jax")
+    message = "attention_vjp and attention_jvp must be given plain arrays"
+    raises(TypeError, message, "torch differentiates", sd.attention_vjp, *leaves())
+    raises(TypeError, message, "jax differentiates", jax.jit(
+        lambda *operands: sd.attention_vjp(*operands)[0]), QUERY, KEY, VALUE)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")  # forward mode uses it
+def test_derivatives_that_torch_cannot_have():
+    torch = pytest.importorskip("torch")
+    from scaledot import _torch_ops
+
+    mods = "score_mod and mask_mod must be None in a call that PyTorch traces"
+    raises(TypeError, mods, "a function", _torch_ops.arguments, leaves()[0],
+           Options(mask_mod=lambda b, h, i, j: i >= j), False)
+
+    def square(query):
+        return sd.attention(query, *others).square().sum()
+
+    query, *others = leaves()
+    pair = {"score_mod": (lambda s, b, h, i, j: s * 2, lambda s, b, h, i, j: s * 0 + 2)}
+    (first,) = torch.autograd.grad(square(query), query, create_graph=True)
+    (second,) = torch.autograd.grad(first.square().sum(), query, create_graph=True)
+    raises(ValueError, "attention must be differentiated at most twice", "a third derivative",
+           second.sum().backward)
+    raises(ValueError, "forward mode must be around reverse mode, or once", "forward mode around",
+           torch.func.jacfwd(torch.func.jacfwd(square)), query)
+
+    (first,) = torch.autograd.grad(sd.attention(query, *others, **pair).square().sum(), query,
+                                   create_graph=True)
+    raises(ValueError, "second derivatives must be of a call without score_mod", "a score_mod",
+           first.sum().backward)
+
+
+def test_derivatives_that_jax_cannot_have():
+    jax = pytest.importorskip("jax")
+
+    key, value = map(jax.numpy.asarray, (KEY, VALUE))
+
+    def loss(query):
+        return (sd.attention(query, key, value) ** 2).sum()
+
+    def second(query):
+        return jax.jvp(jax.grad(loss), (query,), (query,))[1].sum()
+
+    message = raises(ValueError, "derivatives of attention under JAX must be of first or second",
+                     "a third derivative", jax.grad(second), jax.numpy.asarray(QUERY))
+    assert "impl='blockwise'" in message
 
 
 COUNTS = [

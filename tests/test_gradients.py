@@ -413,6 +413,19 @@ def test_options_over_several_tiles(options, dtype):
     check_tiles(arguments | options, dtype)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("options", [
+    {"causal": True, "alibi_slopes": np.array([0.01, 0.3], "f")},
+    {"window": (900, 100), "q_offset": 1900},
+    {"bias": test_tiles.ADDED[0, 0, :60, :1], "softcap": 2.0},
+    {"bias": np.resize(test_tiles.ADDED, 2100), "kv_len": 2099},
+], ids="-".join)  # fmt: skip
+def test_options_over_several_ranges(options, dtype):
+    """Of keys, which the kernels take one at a time; bias and slopes are summed over all."""
+    size = {"d_k": 8, "d_v": 24, "num_heads": 2, "num_kv_heads": 1}
+    check_tiles(test_tiles.arrays(dtype, 60, 2100, **size) | options, dtype)
+
+
 @pytest.mark.parametrize("options", [
     {"causal": True, "sinks": np.array([1.0, -1.0], "f")},
     {"window": (200, 3), "alibi_slopes": cases.slopes(2) / 64, "softcap": 2.0},

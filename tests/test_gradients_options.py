@@ -392,3 +392,66 @@ def test_nan_reaches_who_sees_it(name, dtype, impl):
     assert np.isnan(expected.gradients.query).any()
     assert not np.isnan(expected.gradients.query[:, :, :3]).any()
     check(arguments, expected, dtype, impl)
+
+
+@pytest.mark.parametrize("odd", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16"])
+def test_nan_of_a_gradient_of_out_reaches_what_it_must(dtype, odd, impl):
+    """Its row's gradient, the keys that this sees, one column of their values, and no more."""
+    arguments = combination(0, dtype) | {
+        "segment_ids": (np.array([0, 0, 0, 1, 1]), np.array([0, 0, 0, 0, 1, 1, 1, 1, 2]))
+    }  # fmt: skip
+    grad_out = expected_of(arguments, dtype).grad_out
+    clean = gradients(arguments, grad_out, impl=impl)
+    grad_out[1, 1, 3, 2] = odd
+    found = gradients(arguments, grad_out, impl=impl)
+    assert not np.isfinite(as_float64(found.query[1, 1, 3])).any()
+    assert not np.isfinite(as_float64(found.key[1, 0, 4:8])).any()
+    assert not np.isfinite(as_float64(found.value[1, 0, 4:8, 2])).any()
+    seen = (1, 0, slice(4, 8))
+    places = ((1, 1, 3), seen, (*seen, 2))
+    for got, truth, place in zip(found[:3], clean[:3], places, strict=True):
+        got[place] = truth[place]
+        assert got.tobytes() == truth.tobytes()
+
+
+def test_rows_that_see_nothing_beside_a_sink_of_minus_infinity(impl):
+    """That sink takes nothing, and has no gradient, whatever is asked of an lse of -inf."""
+    arguments, grad_out = doubles()
+    arguments |= {"mask": np.array([1, 0, 1, 1, 0], bool)[:, None],
+                  "sinks": np.array([-np.inf, 0.5, -np.inf, 1])}  # fmt: skip
+    _, pullback = sd.attention_vjp(**arguments, impl=impl)
+    grad_lse = np.where(np.isneginf(pullback.lse), np.nan, 1.0)
+    assert np.isnan(grad_lse).any()
+    found = pullback(grad_out, grad_lse)
+    assert not found.sinks[[0, 2]].any()
+    assert same_bits(found, pullback(grad_out, np.nan_to_num(grad_lse)))
+
+
+HIDES = np.random.default_rng(8).random((47, 200)) < 0.5
+HIDES[:, [3, 4, 77, 199]] = True
+AWAY = {
+    "mask": {"mask": ~HIDES},
+    "mask mod": {"mask_mod": lambda batch, head, q_pos, kv_pos: ~HIDES[q_pos - 153, kv_pos]},
+    "bias": {"bias": np.where(HIDES, -np.inf, 0.5).astype("f")},
+    "causal": {"causal": True, "q_offset": 0},  # the next query would see the next key
+    "window": {"window": (20, 5), "q_offset": 0},
+}
+
+
+@pytest.mark.parametrize("options", AWAY.values(), ids=AWAY)
+def test_hidden_keys_cannot_matter_beside_an_odd_number_of_queries(options, impl):
+    """Products of bfloat16 are of pairs: a query without a partner meets no nan there."""
+    arguments = test_tiles.arrays("bfloat16", 47, 200, num_heads=2, num_kv_heads=1) | options
+    hidden = HIDES.all(axis=0) if "q_offset" not in options else np.arange(200) > (
+        46 + options.get("window", (0, 0))[1]
+    )
+    rng, dtype = np.random.default_rng(8), arguments["query"].dtype
+    grads = cases.normal(rng, 2, 47, 8).astype(dtype), cases.normal(rng, 2, 47)
+    clean = gradients(arguments, *grads, impl)
+    for odd in (np.nan, np.inf):
+        dirty = dict(arguments)
+        for name in ("key", "value"):
+            dirty[name] = arguments[name].copy()
+            dirty[name][:, hidden] = odd
+        assert same_bits(gradients(dirty, *grads, impl), clean)

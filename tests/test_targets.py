@@ -4,6 +4,8 @@ Numba is told the processor by its own settings, in a process of its own: LLVM t
 processor, and the kernels choose their shapes by it.
 """
 
+import functools
+import itertools
 import os
 import platform
 import re
@@ -20,6 +22,10 @@ import pytest
 import cases
 import scaledot as sd
 import test_attention
+import test_gradients
+import test_gradients_options
+import test_gradients_second
+import test_tiles
 
 SSE2 = ["sse", "sse2"]
 AVX2 = [*SSE2, "sse3", "ssse3", "sse4.1", "sse4.2", "popcnt", "avx", "avx2", "fma", "f16c", "bmi",
@@ -79,14 +85,15 @@ def settings_of(name):
 
 
 @on_x86
+@pytest.mark.parametrize("what", ["results", "gradients"])
 @pytest.mark.parametrize("name", [name for name in PROCESSORS if name != "avx512-bf16"])
-def test_results(name):
+def test_results(name, what):
     """By kernels for that processor; one with products of bfloat16 runs all other tests so."""
     host = llvm.get_host_cpu_features()
     lacking = [feature for feature in PROCESSORS[name].features if not host.get(feature)]
     if lacking:
         pytest.skip(f"this processor lacks {', '.join(lacking)}")
-    in_a_process(f"check_results({name!r})", settings_of(name))
+    in_a_process(f"check_{what}({name!r})", settings_of(name))
 
 
 @on_x86
@@ -147,6 +154,39 @@ def check_results(name):
                 test_attention.check(arguments, truth, dtype, "kernels")
             except AssertionError as error:
                 wrong.append(f"{label}: {error}")
+            count += 1
+    assert not wrong, f"{len(wrong)} of {count}:\n" + "\n".join(wrong)
+
+
+def gradient_checks(dtype):
+    """Labels and checks: edges, every third of the options, forward mode, second derivatives."""
+    widths = itertools.cycle((1, 7, 16, 33, 70))
+    for len_q, len_kv in itertools.product((1, 7, 26, 130), (3, 129, 515)):
+        size = {"d_k": next(widths), "d_v": next(widths), "num_heads": 2, "num_kv_heads": 1}
+        arguments = test_tiles.arrays(dtype, len_q, len_kv, **size) | {"causal": len_q % 2 > 0}
+        yield str((len_q, len_kv)), functools.partial(test_gradients.check_tiles, arguments, dtype)
+    for name, options in list(test_tiles.OPTIONS.items())[::3]:
+        arguments = test_tiles.arrays(dtype, 201, 300, num_heads=6, num_kv_heads=2, lead=(2,))
+        yield name, functools.partial(test_gradients.check_tiles, arguments | options, dtype)
+    yield "tangents", functools.partial(
+        test_gradients_options.test_tangents_over_several_tiles, dtype, "kernels"
+    )
+    if dtype in ("float32", "float64"):
+        for name in test_gradients_second.CASES:
+            yield name, functools.partial(
+                test_gradients_second.test_second_derivatives, name, dtype, "kernels"
+            )
+
+
+def check_gradients(name):
+    check_target(name)
+    wrong, count = [], 0
+    for dtype in PROCESSORS[name].dtypes:
+        for label, check in gradient_checks(dtype):
+            try:
+                check()
+            except AssertionError as error:
+                wrong.append(f"{dtype} {label}: {error}")
             count += 1
     assert not wrong, f"{len(wrong)} of {count}:\n" + "\n".join(wrong)
 

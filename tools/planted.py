@@ -28,6 +28,12 @@ def by_case(name: str, file: str, old: str, new: str, *cases: str) -> Mutant:
     return in_package(name, file, old, new, *ids)
 
 
+def by_gradients(name: str, file: str, old: str, new: str, *cases: str) -> Mutant:
+    """Return a mutant that gradients of named cases find, such as ``dense-causal-float32``."""
+    ids = (f"gradients::named_case[{case}]" for case in cases)
+    return in_package(name, file, old, new, *ids)
+
+
 PACKAGE = (
     # From a product to a score
     by_case(
@@ -309,5 +315,106 @@ PACKAGE = (
         '__version__ = "',
         'import scaledot.plot\n\n__version__ = "',
         "imports::import_from_the_sources_loads_nothing_heavy",
+    ),
+    # Gradients by array operations
+    by_gradients(
+        "delta-without-lse", "_passes.py",
+        "delta = delta - rows(grad_lse, 1)",
+        "pass", "dense-plain-float64",
+    ),
+    by_gradients(
+        "key-gradient-without-scale", "_derivatives.py",
+        """\
+            if sums.wants("key"):
+                sums.add(place, key=_outer(xp, part, grads, part.query))
+    return""",
+        """\
+            if sums.wants("key"):
+                sums.add(place, key=_outer(xp, part, grads, part.query) / part.spec.scale)
+    return""",
+        "dense-plain-float64",
+    ),
+    by_gradients(
+        "value-gradient-without-dropout", "_derivatives.py",
+        "weights = _kept(tile, tile.weights)\n            if",
+        "weights = tile.weights\n            if", "dense-dropout-float64",
+    ),
+    by_gradients(
+        "softcap-without-slope", "_derivatives.py",
+        "return scale if tile.angle is None else scale * (1 - tile.angle**2)",
+        "return scale", "dense-softcap-float64",
+    ),
+    by_gradients(
+        "sinks-gradient-sign", "_passes.py",
+        "sinks=-_of_heads(xp, problem, shares)",
+        "sinks=_of_heads(xp, problem, shares)", "dense-sinks-float64",
+    ),
+    by_gradients(
+        "weights-of-a-huge-lse", "_derivatives.py",
+        "weights = weights if rows.mass is None else weights / rows.mass",
+        "pass", "dense-bias_minimum-float32",
+    ),
+    by_gradients(
+        "gradients-of-the-first-block", "_derivatives.py",
+        "into[index] = into[index] + reduced(self.xp, x, tuple(into[index].shape))",
+        "into[index] = reduced(self.xp, x, tuple(into[index].shape))",
+        "blockwise-long-float32",
+    ),
+    in_package(
+        "bias-gradient-over-other-axes", "_derivatives.py",
+        "padded = (1,) * (rank - len(shape)) + shape",
+        "padded = ((1,) * (rank - len(shape)) + shape)[::-1]",
+        "gradients_options::a_broadcast_bias_gets_the_sum[dense-(4, 1, 140)]",
+    ),
+    in_package(
+        "hidden-gradients-stay", "_derivatives.py",
+        "return x if tile.seen is None else xp.where(tile.seen, x, xp.zeros_like(x[..., :1]))",
+        "return x", "gradients_options::hidden_keys_cannot_matter[dense-with_mask]",
+    ),
+    in_package(
+        "nan-of-a-gradient-swallowed", "_derivatives.py",
+        "return xp.where(reached, xp.full_like(total, math.nan), total)",
+        "return total",
+        "gradients_options::nan_of_a_gradient_of_out_reaches_what_it_must[dense-float64-nan]",
+    ),
+    in_package(
+        "empty-rows-have-a-delta", "_passes.py",
+        "return Rows(known, grad_out, xp.where(empty, xp.zeros_like(delta), delta), mass=mass)",
+        "return Rows(known, grad_out, delta, mass=mass)",
+        "gradients_options::rows_that_see_nothing_beside_a_sink_of_minus_infinity[dense]",
+    ),
+    in_package(
+        "tangent-without-the-mean", "_passes.py",
+        "return total - mean * rows.grad_out, mean",
+        "return total, mean",
+        "gradients_options::tangents_of_shapes[dense-mqa]",
+    ),
+    in_package(
+        "tangent-without-softcap", "_derivatives.py",
+        "moved = moved * (1 - tile.angle**2)",
+        "pass", "gradients_options::tangents_over_several_tiles[dense-float32]",
+    ),
+    in_package(
+        "second-without-the-bend", "_derivatives.py",
+        "grads = grads + scale * first * bend * _moved_products(xp, tile, given)",
+        "pass", "gradients_second::second_derivatives[dense-causal, softcap-float64]",
+    ),
+    in_package(
+        "second-without-the-mean", "_derivatives.py",
+        "- row.tangent * products - row.mean",
+        "- row.tangent * products",
+        "gradients_second::second_derivatives[dense-plain-float64]",
+    ),
+    in_package(
+        "second-of-sinks-forgotten", "_passes.py",
+        "weighed = weighed - rows.delta * given.sinks",
+        "pass",
+        "gradients_second::second_derivatives[dense-full bias, sinks-float64]",
+    ),
+    in_package(
+        "packed-slopes-of-the-last-sequence", "_varlen.py",
+        "functools.reduce(lambda a, b: a + b, [",
+        "functools.reduce(lambda a, b: b, [",
+        "gradients_calls::packed_sequences[dense-alibi, scale-numpy]",
     ),
 )

@@ -14,6 +14,11 @@ EDGES = "decode::edges_of_tiles_parts_and_vectors[float64]"
 WEIGHTS = "tiles::weights_over_several_tiles"
 ROWS = "tiles::weights_of_rows_apart"
 ODD = "tiles::odd_values_reach_who_sees_them"
+BACK = "gradients::named_case"
+BACK_TILES = "gradients::options_over_several_tiles"
+BACK_RANGES = "gradients::options_over_several_ranges"
+SUMS = "gradients_options::a_broadcast_bias_gets_the_sum"
+ODD_BACK = "gradients_options::nan_of_a_gradient_of_out_reaches_what_it_must"
 ODD_PARTS = "decode::odd_values_reach_who_sees_them"
 
 
@@ -174,5 +179,78 @@ KERNELS = (
                " machine's order]"),
     in_package("kernels-without-gradient", "_choice.py",
                'return "a tensor requires a gradient"', 'return ""',
-               "autograd::auto_differentiates"),
+               "errors::torch[attention_weights-query-impl-a tensor requires a gradient]"),
+    # Gradients
+    kernel("gradients-without-lse", "backward.py",
+           "delta[i] = given[i] - delta[i]", "delta[i] = given[i]",
+           f"{BACK}[kernels-plain-float64]"),
+    kernel("key-gradient-without-scale", "backward.py",
+           "kind, room.dk, wide_of(kind, call.d_k), call.d_k, call.scale, call.out_dtype,",
+           "kind, room.dk, wide_of(kind, call.d_k), call.d_k, 1.0, call.out_dtype,",
+           f"{BACK}[kernels-plain-float64]"),
+    kernel("last-head-of-a-group", "backward.py", "for g in range(call.group_size):",
+           "for g in range(max(1, call.group_size - 1)):", f"{BACK}[kernels-gqa-float64]"),
+    kernel("value-gradient-without-dropout", "gradient.py", "room.scores + begin, 0,",
+           "room.work + begin, 0,", f"{BACK}[kernels-dropout-float64]"),
+    kernel("softcap-without-slope", "options.py", "if call.softcap > 0 and call.bias_sums == 0:",
+           "if call.softcap < 0 and call.bias_sums == 0:", f"{BACK}[kernels-softcap-float64]"),
+    kernel("softcap-in-the-gradient-of-bias", "options.py",
+           "if call.softcap > 0 and call.bias_sums == 0:", "if call.softcap > 0:",
+           f"{BACK_TILES}[softcap, bias]"),
+    kernel("bias-gradient-at-first-keys", "bias.py",
+           "place = tile + j if call.bias_columns > 1 else 0",
+           "place = j if call.bias_columns > 1 else 0", f"{SUMS}[kernels-(140,)]"),
+    kernel("bias-gradient-of-first-queries", "bias.py", "place = (row + i + k) * call.bias_columns",
+           "place = (i + k) * call.bias_columns", f"{BACK_TILES}[bias]"),
+    kernel("first-tile-of-later-ranges", "backward.py",
+           "for tile in range(max(start, low // BLOCK_KV * BLOCK_KV), min(end, high), BLOCK_KV):",
+           "for tile in range(max(start + (BLOCK_KV if start else 0), low // BLOCK_KV * BLOCK_KV),"
+           " min(end, high), BLOCK_KV):",
+           f"{BACK_RANGES}[window-q_offset-float32]"),
+    kernel("ranges-in-any-order", "backward.py", "    wait_for(progress, share)\n", "",
+           "gradients_threads::ranges_of_one_head_give_the_same_bits[heavy first-float32]"),
+    kernel("slopes-at-signed-distances", "options.py", "float(abs(distance + i - j))",
+           "float(distance + i - j)", f"{BACK_TILES}[alibi]"),
+    kernel("pairs-without-partner", "gradient.py", "    if count % 2:  # the other half",
+           "    if count % 2 > 1:  # the other half",
+           "gradients_options::hidden_keys_cannot_matter_beside_an_odd_number_of_queries[kernels"
+           "-causal]"),
+    kernel("weights-of-a-huge-lse", "gradient.py", "    if call.row_shift:\n",
+           "    if call.row_shift < 0:\n", f"{BACK}[kernels-bias_minimum-float32]"),
+    kernel("nan-of-a-gradient-lost", "backward.py",
+           "if odd:\n            add_odd_grads(", "if odd < 0:\n            add_odd_grads(",
+           f"{ODD_BACK}[kernels-float64-nan]"),
+    kernel("nan-of-a-gradient-seen-by-all", "backward.py", "if weight != 0:", "if True:",
+           f"{ODD_BACK}[kernels-float64-nan]"),
+    kernel("tangent-without-dropout", "tangent.py", "for given in (room.scores, room.moved):",
+           "for given in (room.scores,):",
+           "gradients_second::second_derivatives[kernels-dropout, mask-float64]"),
+    kernel("tangent-of-values-forgotten", "tangent.py", "if call.tangent_value:\n",
+           "if call.tangent_value < 0:\n", "gradients_options::tangents_of_shapes[kernels-mqa]"),
+    kernel("second-without-the-bend", "softmax.py",
+           "new = b.fadd(b.fmul(old, slope), more)", "new = b.fmul(old, slope)",
+           "gradients_second::second_derivatives[kernels-causal, softcap-float64]"),
+    kernel("second-without-the-mean", "softmax.py",
+           "weighed = b.fsub(b.fsub(weighed, b.fmul(mu, product)), mean)",
+           "weighed = b.fsub(weighed, b.fmul(mu, product))",
+           "gradients_second::second_derivatives[kernels-plain-float64]"),
+    kernel("second-of-one-range", "second.py",
+           "share = start // call.key_range - low // call.key_range\n"
+           "        add_dq(",
+           "share = start // call.key_range - low // call.key_range\n"
+           "        numbers(kind, room.dq, SUBS)[:] = 0\n        add_dq(",
+           "gradients_second::second_derivatives[kernels-several ranges-float64]"),
+    in_package("kernel-gradient-of-lse-forgotten", "_kernel_gradients.py",
+               'delta = np.array(_plain(grad_lse), dtype=numbers, order="C").reshape(shape)',
+               "delta = np.zeros(shape, dtype=numbers)", f"{BACK}[kernels-plain-float64]"),
+    in_package("kernel-bias-of-neighbours", "_kernel_gradients.py",
+               'np.argsort(numbered, kind="stable")', "np.arange(len(numbered))",
+               f"{SUMS}[kernels-(4, 1, 140)]"),
+    in_package("kernel-slopes-of-first-ranges", "_kernel_gradients.py",
+               "return x.sum(axis=(0, 2))", "return x[..., :-1].sum(axis=(0, 2))",
+               f"{BACK_RANGES}[causal-alibi_slopes-float32]"),
+    in_package("kernel-keys-of-one-entry", "_kernel_gradients.py",
+               "return x.sum(axis=axes, keepdims=True) if axes else x",
+               "return x.max(axis=axes, keepdims=True) if axes else x",
+               f"{BACK}[kernels-lead_broadcast-float64]"),
 )
