@@ -162,6 +162,11 @@ def keep(name: Name | None, problem: Problem, call: Callable[..., Any]) -> None:
             _kept.popitem(last=False)
 
 
+def is_mod_error(error: Exception) -> bool:
+    """Whether a user's function raised an error inside a kernel, which does not know which."""
+    return isinstance(error, _bridge().ModError)
+
+
 def weights(problem: Problem) -> Array:
     """Weights of all queries of a problem by the chosen implementation."""
     problem = _forward_only(problem)

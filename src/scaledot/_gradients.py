@@ -257,7 +257,9 @@ def _check_concrete(*arrays: Any) -> None:
 
 
 def _copy(x: Any) -> Any:
-    return x.clone() if _arrays.library(x) == "torch" else x.copy()
+    if _arrays.library(x) == "torch":
+        return x.clone()
+    return _arrays.namespace(x).asarray(x, copy=True)
 
 
 def _on_host(arrays: tuple[Any, ...]) -> tuple[Any, ...]:

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Collection
-from typing import Any, cast
+from collections.abc import Callable, Collection
+from typing import Any, TypeVar, cast
 
 import numpy as np
 
@@ -20,6 +20,7 @@ from scaledot._spec import Options, Problem, accumulation, complete, resolve
 from scaledot._state import State, merged
 from scaledot._typing import Array
 
+Result = TypeVar("Result")
 _UNNAMED = ("segment_ids", "alibi_slopes", "sinks", "score_mod", "mask_mod", "block_mask")
 """Options with which the preparation of a call is not kept."""
 
@@ -94,10 +95,32 @@ def backward(
         grads = _choice.again(name, arrays)
         if grads is not None:
             return cast(Grads, grads)
-    problem = resolve(query, key, value, options, slices=slices)
+
+    def run(options: Options) -> Grads:
+        problem = resolve(query, key, value, options, slices=slices)
+        return _backward(problem, options, (query, key, value), arrays[3:], wanted, whole, name)
+
+    return _or_shown(run, options)
+
+
+def _or_shown(run: Callable[[Options], Result], options: Options) -> Result:
+    """Run a pass; where a user's function raises an error, again by what shows it."""
+    try:
+        return run(options)
+    except ValueError as error:
+        if options.impl != "auto" or not _choice.is_mod_error(error):
+            raise
+    return run(options._replace(impl="blockwise"))
+
+
+def _backward(
+    problem: Problem, options: Options, operands: tuple[Array, Array, Array],
+    given: tuple[Any, ...], wanted: Collection[str], whole: bool, name: _choice.Name | None,
+) -> Grads:  # fmt: skip
+    """Do what `backward` does, anew; ``name`` is that of the pass for the next time."""
     _need_slope(problem)
-    xp = _arrays.namespace(query)
-    arguments = _arguments(query, key, value, options)
+    xp = _arrays.namespace(problem.query)
+    arguments, (out, lse, grad_out, grad_lse) = _arguments(*operands, options), given
     wanted = {name for name in wanted if getattr(arguments, name) is not None}
     chosen, _ = _choice.choose(problem)
     with _arrays.quiet(xp):
@@ -155,15 +178,19 @@ def tangent(
     tangents: Grads, *, slices: bool = False,
 ) -> State:  # fmt: skip
     """Tangents of ``out`` and ``lse`` along ``tangents`` of the arguments (None is zero)."""
-    problem = resolve(query, key, value, options, slices=slices)
-    _need_slope(problem)
     xp = _arrays.namespace(query)
-    name, _ = _choice.choose(problem)
-    with _arrays.quiet(xp):
-        mass = _mass(xp, problem, name, lse)
-        moved = _moved(xp, problem, name, out, lse, mass, _normal(xp, problem, tangents))
-        found = State(xp.astype(moved[0], out.dtype, copy=False), moved[1][..., 0])
-    return State(found.out[0, ...], found.lse[0, ...]) if problem.spec.matrix else found
+
+    def run(options: Options) -> State:
+        problem = resolve(query, key, value, options, slices=slices)
+        _need_slope(problem)
+        name, _ = _choice.choose(problem)
+        with _arrays.quiet(xp):
+            mass = _mass(xp, problem, name, lse)
+            moved = _moved(xp, problem, name, out, lse, mass, _normal(xp, problem, tangents))
+            found = State(xp.astype(moved[0], out.dtype, copy=False), moved[1][..., 0])
+        return State(found.out[0, ...], found.lse[0, ...]) if problem.spec.matrix else found
+
+    return _or_shown(run, options)
 
 
 def second(
