@@ -143,3 +143,26 @@ def test_tensors_that_a_mod_reads_get_their_gradients(place):
     truth = sd.attention(query, key, key, bias=bias)
     (expected,) = torch.autograd.grad(truth.square().sum(), bias)
     assert_close(grad, expected, eps=EPS["float32"], len_kv=5)
+
+
+@pytest.mark.parametrize("impl", ["kernels", "blockwise"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_gradients_of_a_state(dtype, impl):
+    """Its out, and the gradient of that, are float32 whatever the arguments are."""
+    torch = pytest.importorskip("torch")
+    arrays = [torch.tensor(x).to(getattr(torch, dtype)) for x in normal(3, 2, 50, 16)]
+
+    def gradients(function, *given):
+        given = [x.clone().requires_grad_() for x in given]
+        loss = function(*given).float().square().sum()
+        return torch.autograd.grad(loss, given)
+
+    def textbook(query, key, value):
+        return (query @ key.mT / 4).softmax(-1) @ value
+
+    got = gradients(lambda *x: sd.attention_state(*x, impl=impl).out, *arrays)
+    truth = gradients(textbook, *(x.double() for x in arrays))
+    yardstick = gradients(textbook, *arrays)
+    for x, exact, near in zip(got, truth, yardstick, strict=True):
+        assert x.dtype == arrays[0].dtype
+        assert_close(x, exact, near, eps=EPS[dtype], len_kv=50, factor=3.0)

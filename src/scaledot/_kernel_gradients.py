@@ -64,7 +64,7 @@ def passed_of(
     else:
         delta = np.array(_plain(grad_lse), dtype=numbers, order="C").reshape(shape)
     wide = (*shape, problem.spec.d_v)
-    grad_out = _readable(grad_out, out if problem.spec.dtype == "bfloat16" else None)
+    grad_out = _readable(grad_out, problem.query if problem.spec.dtype == "bfloat16" else None)
     return Passed(
         _in_order(out).reshape(wide), known, grad_out.reshape(wide), delta, _shift(mass)
     )
