@@ -7,6 +7,8 @@ import numpy as np
 
 import scaledot as sd
 from attention_cases import Unsupported
+from scaledot._paged import paged_state
+from scaledot._spec import Options
 
 GRADIENTS = {"dq": "query", "dk": "key", "dv": "value", "dbias": "bias", "dsinks": "sinks"}
 
@@ -19,13 +21,52 @@ def candidate(op, want=("out",), impl="auto", library="numpy", **arguments):
     if op == "set_threads":
         sd.set_num_threads(arguments["n"])
         return {}
-    run = {"attention": attention, "varlen": varlen, "merge": merge, "decode": decode}.get(op)
+    run = {
+        "attention": attention, "varlen": varlen, "merge": merge, "decode": decode, "paged": paged,
+        "ring": ring,
+    }.get(op)  # fmt: skip
     if run is None:
         raise Unsupported(f"{op} is not part of this version")
     if op == "merge":
         return run(want, arguments)
     arguments = {**arguments, "impl": impl}
     return run(want, arguments) if op == "decode" else run(want, arguments, library)
+
+
+def paged(want, arguments, library):
+    names = ("q", "k_pages", "v_pages", "block_table", "kv_lens")
+    given = [arguments.pop(name) for name in names]
+    options = {"causal": False} | arguments
+    return {
+        "out": sd.paged_attention(*given, **options),
+        "lse": paged_state(*given, Options(**options)).lse,
+    }
+
+
+def ring(want, arguments, library):
+    """Each rank with its shard, in threads of this process; tensors of PyTorch."""
+    try:
+        import torch
+
+        import ring_calls
+    except ImportError as error:
+        raise Unsupported("rings need torch") from error
+    given = {long: arguments.pop(n) for n, long in (("q", "query"), ("k", "key"), ("v", "value"))}
+    world, layout, dout = (arguments.pop(name) for name in ("world", "scheme", "dout"))
+    shards = ring_calls.shards_of(given["query"].shape[-2], world, layout)
+
+    def work(group):
+        rows = shards[group.rank]
+        share = ring_calls.as_tensors(ring_calls.own_share(given, rows, rows)) | arguments
+        grad_out = torch.tensor(dout[..., rows, :])
+        return ring_calls.differentiate(
+            sd.ring_attention, share, grad_out, group=group, layout=layout
+        )
+
+    found = ring_calls.Found(given, sd.InProcessRing(world).run(work), shards, shards)
+    results = {"out": found.out, "dq": found.grads["query"], "dk": found.grads["key"],
+               "dv": found.grads["value"]}  # fmt: skip
+    return {name: x.numpy() for name, x in results.items()}
 
 
 def merge(want, arguments):

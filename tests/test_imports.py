@@ -215,7 +215,10 @@ def test_signatures_of_methods(name):
         x for method, x in vars(CLASSES[name]).items()
         if inspect.isfunction(x) and method[0] != "_"
     ]
-    assert [fault for x in methods for fault in signature_faults(x.__name__, x)] == []
+    faults = [fault for x in methods for fault in signature_faults(x.__name__, x)]
+    # What a cache holds came one after the other: its last tokens must not see each other's future.
+    allowed = ["attention(causal) differs from that of attention"] if "Cache" in name else []
+    assert faults == allowed
 
 
 def test_options_of_attention_are_keyword_only():

@@ -9,7 +9,7 @@ import attention_cases
 import scaledot as sd
 from candidate import candidate
 
-MAY_BE_UNSUPPORTED = {"paged", "ring", "append"}
+MAY_BE_UNSUPPORTED = {"ring"}
 
 
 @pytest.fixture(autouse=True)

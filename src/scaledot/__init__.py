@@ -6,6 +6,7 @@ from scaledot._attention import (
     attention_weights,
     scaled_dot_product_attention,
 )
+from scaledot._cache import KVCache
 from scaledot._chunks import Chunk, attend_chunks
 from scaledot._derivatives import Grads
 from scaledot._explain import Plan, explain
@@ -17,8 +18,13 @@ from scaledot._family import (
     retrieve,
 )
 from scaledot._gradients import attention_jvp, attention_vjp
+from scaledot._paged import paged_attention
+from scaledot._paged_cache import PagedKVCache
+from scaledot._ring import ring_attention
+from scaledot._ring_transport import InProcessRing
 from scaledot._state import State, merge
 from scaledot._threads import get_num_threads, set_num_threads
+from scaledot._ulysses import ulysses_attention
 from scaledot._varlen import varlen_attention, varlen_attention_vjp
 
 __version__ = "0.1.0"
@@ -26,6 +32,9 @@ __version__ = "0.1.0"
 __all__ = [
     "Chunk",
     "Grads",
+    "InProcessRing",
+    "KVCache",
+    "PagedKVCache",
     "Plan",
     "State",
     "additive_attention",
@@ -41,9 +50,12 @@ __all__ = [
     "merge",
     "multi_head_attention",
     "multiplicative_attention",
+    "paged_attention",
     "retrieve",
+    "ring_attention",
     "scaled_dot_product_attention",
     "set_num_threads",
+    "ulysses_attention",
     "varlen_attention",
     "varlen_attention_vjp",
 ]

@@ -3,7 +3,8 @@
 The algorithm is FlashAttention's (arXiv 2307.08691, algorithm 2). A task owns its rows of dK and
 dV. To dQ many tasks add, each to a block of queries when those before it have: the sum has one
 order, whatever the number of threads. Tasks are handed out in that order, and one that waits waits
-for tasks that are being worked on.
+for tasks that are being worked on. All go through the blocks from the last one down, where causal
+ranges meet, and so they wait for one block at the start and hardly again.
 """
 
 from __future__ import annotations
@@ -242,15 +243,16 @@ def pull(kind, address, worker, budget):  # type: ignore[no-untyped-def]
     call = read(address)
     room = room_of(kind, call, worker)
     kv_heads = call.num_heads // call.group_size
-    ranges = -(-call.len_kv // call.key_range)
+    key_pairs, ranges = call.num_entries * kv_heads, -(-call.len_kv // call.key_range)
     blocks = -(-call.len_q // (SUBS * NR * lanes(kind)))
     k_wide, v_wide = wide_of(kind, call.d_k), wide_of(kind, call.d_v)
     numbers(kind, room.ones, NR * lanes(kind))[:] = 1
     while budget > 0:
         task = fetch_add(call.counter, 1)
-        if task >= call.num_entries * kv_heads * ranges:
+        if task >= key_pairs * ranges:
             return 0
-        key_pair, start = task // ranges, task % ranges * call.key_range
+        # Range after range, so that neighbours in time add to the dQ of different heads.
+        key_pair, start = task % key_pairs, task // key_pairs * call.key_range
         count, scores = min(call.key_range, call.len_kv - start), np.int64(0)
         clean = load_range(kind, call, room, key_pair, start, count)
         rows = -(-count // MR) * MR
@@ -259,7 +261,7 @@ def pull(kind, address, worker, budget):  # type: ignore[no-untyped-def]
         head = key_pair % kv_heads * call.group_size
         for g in range(call.group_size):
             pair = key_pair // kv_heads * call.num_heads + head + g
-            for block in range(blocks):
+            for block in range(blocks - 1, -1, -1):
                 scores += pull_block(kind, call, room, pair, block, start, start + count, clean)
         store_range(kind, call, room, key_pair, start, count)
         budget -= (scores + 1) * 5 * (call.d_k + call.d_v + 1) // 2

@@ -256,13 +256,15 @@ def second(kind, address, worker, budget):  # type: ignore[no-untyped-def]
     more = more_of(kind, call, room)
     kv_heads, span = call.num_heads // call.group_size, NR * lanes(kind)
     ranges, blocks = -(-call.len_kv // call.key_range), -(-call.len_q // (SUBS * span))
+    key_pairs = call.num_entries * kv_heads
     k_wide, v_wide = wide_of(kind, call.d_k), wide_of(kind, call.d_v)
     numbers(kind, room.ones, span)[:] = 1
     while budget > 0:
         task = fetch_add(call.counter, 1)
-        if task >= call.num_entries * kv_heads * ranges:
+        if task >= key_pairs * ranges:
             return 0
-        key_pair, start = task // ranges, task % ranges * call.key_range
+        # Range after range, so that neighbours in time add to the dQ of different heads.
+        key_pair, start = task % key_pairs, task // key_pairs * call.key_range
         count, scores = min(call.key_range, call.len_kv - start), 0
         clean = load_range(kind, call, room, key_pair, start, count)
         rows = -(-count // MR) * MR
@@ -278,7 +280,7 @@ def second(kind, address, worker, budget):  # type: ignore[no-untyped-def]
         numbers(kind, room.dv, rows * v_wide)[:] = 0
         head = key_pair // kv_heads * call.num_heads + key_pair % kv_heads * call.group_size
         for pair in range(head, head + call.group_size):
-            for block in range(blocks):
+            for block in range(blocks - 1, -1, -1):
                 scores += second_block(
                     kind, call, room, more, pair, block, start, start + count, clean
                 )

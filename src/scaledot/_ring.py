@@ -1,0 +1,384 @@
+"""Attention over a sequence whose keys lie on several processes and travel around a ring."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, cast
+
+from scaledot import _arrays, _passes, _reference, _ring_plan
+from scaledot._derivatives import Grads
+from scaledot._ring_plan import Block, Layout, Shards, kv_shapes
+from scaledot._ring_transport import Shape
+from scaledot._spec import Options, accumulation
+from scaledot._state import State, empty_state, merged
+from scaledot._typing import Array, ArrayT, Impl
+
+_TRAVEL = ("key", "value")
+_NAMES = ("query", "key", "value", "bias", "alibi_slopes")
+
+
+def ring_attention(
+    query: ArrayT,
+    key: ArrayT,
+    value: ArrayT,
+    *,
+    group: Any = None,
+    layout: Layout = "contiguous",
+    causal: bool = False,
+    window: tuple[int | None, int | None] | None = None,
+    bias: Array | None = None,
+    segment_ids: Array | tuple[Array, Array] | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    alibi_slopes: Array | None = None,
+    sinks: Array | None = None,
+    dropout: float = 0.0,
+    seed: int | Array | None = None,
+    impl: Impl = "auto",
+) -> ArrayT:
+    r"""Attention of one sequence that is spread over several processes.
+
+    ``softmax(Q Kᵀ / √d_k) V`` for this rank's rows of ``Q`` and the keys and values of all ranks,
+    which are passed from rank to rank while each computes with those it has. Called by every
+    rank of the group, as is the backward pass.
+
+    Parameters
+    ----------
+    query : array, shape (..., num_heads, len_q, d_k)
+        This rank's queries. PyTorch, or NumPy where nothing is differentiated. Lengths may differ
+        between ranks, and between queries and keys.
+    key : array, shape (..., num_kv_heads, len_kv, d_k)
+        This rank's keys.
+    value : array, shape (..., num_kv_heads, len_kv, d_v)
+        This rank's values.
+    group : ProcessGroup, or an object with rank, world_size and rotate, optional
+        None is the default group of `torch.distributed`. A member of an `InProcessRing` serves
+        tests and notebooks.
+    layout : {"contiguous", "zigzag"}
+        Which tokens a rank has. Contiguous: the sequence is cut into world_size pieces, in rank
+        order. Zigzag: into 2·world_size, and rank r has pieces r and 2·world_size - 1 - r joined;
+        the first is as long as the second or longer by one. Balances causal attention.
+    causal, window, scale, softcap : optional
+        As in `attention`; positions are those in the whole sequence.
+    bias : floating-point array, optional
+        This rank's rows of it: broadcasts to (..., num_heads, len_q, keys of all ranks), whose
+        columns have the order of the whole sequence.
+    segment_ids : integer array (..., len), or a pair (query's, key's), optional
+        As in `attention`, for this rank's tokens.
+    alibi_slopes, sinks : array, shape (num_heads,), optional
+        As in `attention`, the same on every rank.
+    dropout, seed : optional
+        As in `attention`: the weights that are dropped are those of the call on one process.
+    impl : {"auto", "kernels", "blockwise", "dense"}
+        As in `attention`.
+
+    Returns
+    -------
+    array, shape (..., num_heads, len_q, d_v)
+        This rank's rows, in the dtype of query.
+
+    Raises
+    ------
+    TypeError, ValueError
+        As in `attention`, on the rank whose arguments are wrong; a ValueError on all others, and
+        on every rank where shapes, dtypes or options differ.
+    RuntimeError
+        From `torch.distributed`, when another rank has failed or is later than the group's timeout.
+
+    Notes
+    -----
+    Partial results are held in float32 (float64 for float64). A rank holds its own keys and values,
+    those it computes with and those on their way to it; going back, gradients of keys and values in
+    float32 travel with them. Gradients of a bias, of slopes and of sinks are those of this rank's
+    rows: sum those of what is the same on every rank. Second derivatives are an error.
+
+    References
+    ----------
+    Ring attention: arXiv 2310.01889. Striping against imbalance: arXiv 2311.09431.
+
+    Examples
+    --------
+    >>> import numpy as np, scaledot as sd
+    >>> from scaledot._ring import ring_attention
+    >>> from scaledot._ring_transport import InProcessRing
+    >>> x = np.random.default_rng(0).standard_normal((2, 12, 4))
+    >>> shards = np.split(x, 3, axis=-2)
+    >>> def work(group):
+    ...     shard = shards[group.rank]
+    ...     return ring_attention(shard, shard, shard, group=group, causal=True)
+    >>> out = np.concatenate(InProcessRing(3).run(work), axis=-2)
+    >>> np.allclose(out, sd.attention(x, x, x, causal=True))
+    True
+    """
+    options = Options(
+        causal=causal, window=window, bias=bias, segment_ids=segment_ids, scale=scale,
+        softcap=softcap, alibi_slopes=alibi_slopes, sinks=sinks, dropout=dropout, seed=seed,
+        impl=impl,
+    )  # fmt: skip
+    shards = _ring_plan.begin("ring_attention", group, query, key, value, options, layout)
+    given: tuple[Any, ...] = (query, key, value, options.bias, options.alibi_slopes)
+    xp, shares = _arrays.namespace(query), None
+    if shards.is_differentiated:
+        from scaledot import _ring_rules  # loads PyTorch
+
+        given = tuple(x if _arrays.library(x) == "torch" else None for x in given)
+        shares = _Shares(xp)
+        state = State(*_ring_rules.differentiable(
+            functools.partial(_forward, shards, shares),
+            functools.partial(_backward, shards, shares), *given,
+        ))  # fmt: skip
+    else:
+        state = _forward(shards, None, *given)
+    problem = shards.problem
+    with _arrays.quiet(xp):
+        if problem.sinks is not None:
+            sink = _reference.keyless(xp, problem)
+            if problem.spec.matrix:
+                sink = State(sink.out[0, ...], sink.lse[0, ...])
+            state = merged(xp, state, sink)
+        return cast(ArrayT, xp.astype(state.out, cast(Any, query).dtype, copy=False))
+
+
+class _Given(NamedTuple):
+    """Arrays of a call on one rank, without graph."""
+
+    query: Array
+    key: Array
+    value: Array
+    bias: Array | None
+    alibi_slopes: Array | None
+    q_segments: Array | None
+
+    def block(
+        self, shards: Shards, block: Block, arrays: Sequence[Array]
+    ) -> tuple[Array, Array, Array, Options]:
+        """Query, key, value and options of one block, given what has travelled here."""
+        rows, columns = block.rows, block.columns
+        segments = None
+        if self.q_segments is not None:
+            segments = _cut(self.q_segments, -1, rows), arrays[2][..., columns]
+        bias = self.bias
+        if bias is not None:
+            bias = bias[_bias_index(bias, block)]
+        options = shards.options._replace(
+            bias=bias, segment_ids=segments, alibi_slopes=self.alibi_slopes, sinks=None,
+            q_offset=block.q_offset, kv_offset=block.kv_offset,
+        )  # fmt: skip
+        key, value = (x[..., columns, :] for x in arrays[:2])
+        return self.query[..., rows, :], key, value, options
+
+
+def _given(shards: Shards, arrays: Sequence[Array | None]) -> _Given:
+    query, key, value, bias, slopes = arrays
+    # What is not a tensor is not differentiated, and is as the caller gave it.
+    bias = shards.options.bias if bias is None else bias
+    slopes = shards.options.alibi_slopes if slopes is None else slopes
+    ids = shards.problem.terms.q_segment  # (lead..., 1, len_q, 1)
+    return _Given(query, key, value, bias, slopes, None if ids is None else ids[..., 0, :, 0])
+
+
+def _cut(x: Array, axis: int, part: slice) -> Array:
+    """A part of an axis, or all of one along which x is broadcast."""
+    if x.shape[axis] == 1:
+        return x
+    return x[(..., part) + (slice(None),) * (-1 - axis)]
+
+
+def _bias_index(bias: Array, block: Block) -> tuple[Any, ...]:
+    """Where the part of a bias for one block lies; an axis that is broadcast stays as it is."""
+    size = block.columns.stop - block.columns.start
+    columns = slice(block.kv_offset, block.kv_offset + size)
+    parts = [slice(None)] * bias.ndim
+    for axis, part in ((-1, columns), (-2, block.rows)):
+        if bias.ndim >= -axis and bias.shape[axis] != 1:
+            parts[axis] = part
+    return tuple(parts)
+
+
+def _each_shard(
+    shards: Shards, given: _Given, visit: Callable[[int, Sequence[Array]], None]
+) -> None:
+    """Call ``visit(source, (key, value, ids))`` for every rank's shard, the own one first.
+
+    The next shard is on its way meanwhile.
+    """
+    arrays: list[Array] = [given.key, given.value]
+    if shards.segments is not None:
+        arrays.append(shards.segments)
+    for step in range(shards.world_size):
+        source = (shards.rank - step) % shards.world_size
+        wait = None
+        if step < shards.world_size - 1:
+            following = (source - 1) % shards.world_size
+            wait = shards.transport.rotate(arrays, kv_shapes(shards, arrays, following))
+        visit(source, arrays)
+        if wait is not None:
+            arrays = wait()
+
+
+def _forward(shards: Shards, shares: _Shares | None, *arrays: Array) -> State:
+    """Attention of this rank's queries over all keys, without sinks."""
+    given, xp = _given(shards, arrays), _arrays.namespace(arrays[0])
+    states: dict[int, State] = {}
+
+    def visit(source: int, travelled: Sequence[Array]) -> None:
+        for block in shards.blocks(source):
+            query, key, value, options = given.block(shards, block, travelled)
+            state = _passes.forward(query, key, value, options, slices=True, wide=True)
+            place = block.rows.start
+            if shares is not None:
+                shares.add(source, block, state.lse)
+            with _arrays.quiet(xp):
+                states[place] = merged(xp, states[place], state) if place in states else state
+
+    _each_shard(shards, given, visit)
+    spec = shards.problem.spec
+    front = () if spec.matrix else spec.scores_shape[:-2]
+    dtype = accumulation(given.query, spec)
+    parts = [
+        states[rows.start] if rows.start in states
+        else empty_state(xp, (*front, rows.stop - rows.start), spec.d_v, dtype, given.query)
+        for rows in shards.rows() or [slice(0, 0)]
+    ]  # fmt: skip
+    if len(parts) == 1:
+        return parts[0]
+    return State(
+        xp.concat([part.out for part in parts], axis=-2),
+        xp.concat([part.lse for part in parts], axis=-1),
+    )
+
+
+def _backward(
+    shards: Shards, shares: _Shares, tensors: Sequence[Any], state: Sequence[Any],
+    grads: Sequence[Any], needed: Sequence[bool],
+) -> list[Any]:  # fmt: skip
+    """Gradients of query, key, value, bias and slopes; those of keys go around with them."""
+    given, whole = _given(shards, tensors), (state[0], *grads)
+    xp, query = _arrays.namespace(given.query), given.query
+    wanted = {name for name, is_needed in zip(_NAMES, needed, strict=True) if is_needed}
+    dtype, args = accumulation(query, shards.problem.spec), dict(zip(_NAMES, tensors, strict=True))
+    totals = _Totals(xp, query, dtype)
+    going = [name for name in _TRAVEL if name in wanted]
+    home: list[Callable[[], list[Array]]] = []
+
+    def visit(source: int, travelled: Sequence[Array]) -> None:
+        own = _Totals(xp, query, dtype)
+        shapes = dict(zip(_TRAVEL, travelled, strict=False))
+        for block in shards.blocks(source):
+            found = _block_gradients(
+                shards, given, block, travelled, shares, whole, source, wanted
+            )
+            for name in wanted:
+                sums, x = (own, shapes[name]) if name in going else (totals, args[name])
+                sums.add(name, tuple(x.shape), getattr(found, name), block)
+        own_sums = [own.take(name, tuple(shapes[name].shape)) for name in going]
+        if home:
+            _add(own_sums, home.pop()())
+        if own_sums:
+            length = shards.kv_lengths[(source - 1) % shards.world_size]
+            following = [(*x.shape[:-2], length, x.shape[-1]) for x in own_sums]
+            home.append(shards.transport.rotate(own_sums, following))
+
+    with _arrays.quiet(xp):
+        _each_shard(shards, given, visit)
+    arrived = dict(zip(going, home.pop()(), strict=True)) if home else {}
+    return [
+        None if name not in wanted
+        else (arrived[name] if name in going else totals.take(name, tuple(x.shape))).to(x.dtype)
+        for name, x in args.items()
+    ]  # fmt: skip
+
+
+def _add(sums: Sequence[Array], received: Sequence[Array]) -> None:
+    """Add in place; what was received is let go on return, before more is expected."""
+    for total, x in zip(sums, received, strict=True):
+        total += x
+
+
+class _Totals:
+    """Sums of gradients over blocks, in the accumulation dtype."""
+
+    def __init__(self, xp: Any, query: Array, dtype: Any) -> None:
+        self._xp, self._query, self._dtype = xp, query, dtype
+        self._sums: dict[str, Array] = {}
+
+    def add(self, name: str, shape: Shape, part: Array, block: Block) -> None:
+        """Add what one block gives to an argument of that shape."""
+        if name not in self._sums:
+            if tuple(part.shape) == shape:
+                self._sums[name] = self._xp.astype(part, self._dtype, copy=False)
+                return
+            self._sums[name] = self._zeros(shape)
+        self._sums[name][_index(name, self._sums[name], block)] += part
+
+    def take(self, name: str, shape: Shape) -> Array:
+        """Return a sum; zeros where no block gave anything."""
+        return self._sums[name] if name in self._sums else self._zeros(shape)
+
+    def _zeros(self, shape: Shape) -> Array:
+        return self._xp.zeros(shape, dtype=self._dtype, **_arrays.device_of(self._query))
+
+
+def _index(name: str, total: Array, block: Block) -> tuple[Any, ...]:
+    """Where the gradient of one block belongs in that of an argument."""
+    if name == "bias":
+        return _bias_index(total, block)
+    if name == "alibi_slopes":
+        return (...,)
+    return (..., block.rows if name == "query" else block.columns, slice(None))
+
+
+def _block_gradients(
+    shards: Shards, given: _Given, block: Block, travelled: Sequence[Array], shares: _Shares,
+    whole: Sequence[Array], source: int, wanted: set[str],
+) -> Grads:  # fmt: skip
+    """What one block adds to the gradients, given out over all keys, and what reaches the state.
+
+    In the whole state the block has weight ``share``, and ``exp(score - lse)`` of the whole is
+    ``share·exp(score - lse)`` of the block; so everything that comes in is multiplied by it.
+    """
+    out, grad_out, grad_lse = whole
+    query, key, value, options = given.block(shards, block, travelled)
+    lse, share = shares.of(source, block)
+    out, grad_out = out[..., block.rows, :], share[..., None] * grad_out[..., block.rows, :]
+    if _arrays.dtype_name(query) == "bfloat16":  # products of bfloat16 need both factors in it
+        out, grad_out = out.to(query.dtype), grad_out.to(query.dtype)
+    return _passes.backward(
+        query, key, value, options, out, lse, grad_out, share * grad_lse[..., block.rows],
+        wanted=wanted, slices=True,
+    )  # fmt: skip
+
+
+class _Shares:
+    """The log-sum-exp of each block of this rank, and the weight it gives the block in the whole.
+
+    Weights that are taken from the sum over blocks add up to 1 whatever the size of lse, which
+    ``exp(lse - lse of all)`` does to ``eps·|lse|`` alone.
+    """
+
+    def __init__(self, xp: Any) -> None:
+        self._xp = xp
+        self._lse: dict[tuple[int, int, int], Array] = {}
+        self._sums: dict[int, tuple[Array, Array]] = {}
+
+    def add(self, source: int, block: Block, lse: Array) -> None:
+        """Remember a block, while going forward."""
+        self._lse[source, block.rows.start, block.columns.start] = lse
+
+    def of(self, source: int, block: Block) -> tuple[Array, Array]:
+        """Log-sum-exp and weight of a block, (..., num_heads, rows)."""
+        place, lse = block.rows.start, self._lse[source, block.rows.start, block.columns.start]
+        if place not in self._sums:
+            self._sums[place] = self._sum([x for at, x in self._lse.items() if at[1] == place])
+        top, total = self._sums[place]
+        return lse, self._xp.exp(lse - top) / total
+
+    def _sum(self, found: list[Array]) -> tuple[Array, Array]:
+        """Largest lse, or 0, and the sum of exponentials relative to it, or 1."""
+        xp = self._xp
+        top = functools.reduce(xp.maximum, found)
+        top = xp.where(top == -math.inf, xp.zeros_like(top), top)
+        total = functools.reduce(lambda a, b: a + b, (xp.exp(x - top) for x in found))
+        return top, xp.where(total == 0, xp.ones_like(total), total)

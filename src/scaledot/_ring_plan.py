@@ -1,0 +1,297 @@
+"""What the ranks of a ring must know of one another before they start, and who computes what."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple, TypeAlias
+
+import numpy as np
+
+from scaledot import _arrays
+from scaledot._errors import type_error, value_error
+from scaledot._masks import visible_range
+from scaledot._ring_transport import Shape, Transport, transport_of
+from scaledot._spec import Options, Problem, resolve
+from scaledot._typing import Array
+
+Layout: TypeAlias = Literal["contiguous", "zigzag"]
+LAYOUTS = ("contiguous", "zigzag")
+
+# What a rank tells the others before the first key travels. All but the last three must agree.
+_SAME = (
+    "function", "world_size", "layout", "library", "dtype", "num_heads", "num_kv_heads", "d_k",
+    "d_v", "leading axes of query", "leading axes of key", "leading axes of value",
+    "requires_grad of (query, key, value, bias, alibi_slopes, sinks)", "causal and window", "scale",
+    "softcap", "dropout", "seed", "impl", "alibi_slopes", "sinks",
+    "axes of segment_ids before the last", "dtype and axes of bias, rows left out",
+)  # fmt: skip
+_OWN = ("len_q", "len_kv", "keys of bias")
+_FIELDS = ("fine", *_SAME, *_OWN)
+
+
+class Run(NamedTuple):
+    """Tokens that lie next to one another both in a shard and in the whole sequence."""
+
+    start: int  # in the shard
+    stop: int
+    position: int  # of the first, in the whole sequence
+
+    @property
+    def inside(self) -> slice:
+        """Where they are in the shard."""
+        return slice(self.start, self.stop)
+
+
+class Block(NamedTuple):
+    """Queries and keys that are compared in one go."""
+
+    rows: slice  # of the rank's queries
+    columns: slice  # of the key shard
+    q_offset: int
+    kv_offset: int
+
+
+def runs_of(lengths: Sequence[int], layout: str) -> list[list[Run]]:
+    """Runs of each rank's shard, given the lengths of all shards.
+
+    Zigzag: a shard is pieces r and 2W-1-r of 2W, the first of which has the odd token.
+    """
+    world_size = len(lengths)
+    if layout == "contiguous":
+        pieces = [[length] for length in lengths]
+        order = [(rank, 0) for rank in range(world_size)]
+    else:
+        pieces = [[length - length // 2, length // 2] for length in lengths]
+        order = [(rank, 0) for rank in range(world_size)]
+        order += [(rank, 1) for rank in reversed(range(world_size))]
+    sizes = [pieces[rank][half] for rank, half in order]
+    positions = dict(zip(order, itertools.accumulate([0, *sizes]), strict=False))
+    found = []
+    for rank, halves in enumerate(pieces):
+        runs: list[Run] = []
+        for half, length in enumerate(halves):
+            start, position = sum(halves[:half]), positions[rank, half]
+            if runs and runs[-1].position + runs[-1].stop - runs[-1].start == position:
+                runs[-1] = runs[-1]._replace(stop=start + length)
+            elif length:
+                runs.append(Run(start, start + length, position))
+        found.append(runs)
+    return found
+
+
+@dataclass(frozen=True)
+class Shards:
+    """One call as all ranks have agreed on it.
+
+    ``problem`` is this rank's own share, without bias; ``segments`` are the ids of its keys,
+    ``(..., len_kv)`` of int64.
+    """
+
+    transport: Transport
+    problem: Problem
+    options: Options
+    segments: Array | None
+    q_lengths: tuple[int, ...]
+    kv_lengths: tuple[int, ...]
+    q_runs: list[list[Run]]
+    kv_runs: list[list[Run]]
+
+    @property
+    def rank(self) -> int:
+        """Number of the rank whose call it is."""
+        return self.transport.rank
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks."""
+        return self.transport.world_size
+
+    @property
+    def is_differentiated(self) -> bool:
+        """Whether a graph is recorded, here and so on every rank."""
+        options, problem = self.options, self.problem
+        arrays = (problem.query, problem.key, problem.value, options.bias, options.alibi_slopes)
+        return is_tracked(*arrays)
+
+    @property
+    def places_matter(self) -> bool:
+        """Whether a shard cannot be seen as one block."""
+        return bool(self.options.uses_positions()) or self.options.bias is not None
+
+    def rows(self) -> list[slice]:
+        """Parts of this rank's queries that have states of their own."""
+        if self.places_matter:
+            return [run.inside for run in self.q_runs[self.rank]]
+        return [slice(0, self.q_lengths[self.rank])] if self.q_lengths[self.rank] else []
+
+    def blocks(self, source: int) -> Iterator[Block]:
+        """What this rank computes with the keys of rank ``source``; hidden blocks are left out."""
+        if not self.places_matter:
+            length = self.kv_lengths[source]
+            yield from (Block(rows, slice(0, length), 0, 0) for rows in self.rows() if length)
+            return
+        spec = self.problem.spec
+        shift = sum(self.kv_lengths) - sum(self.q_lengths)  # the last query is at the last key
+        for q, kv in itertools.product(self.q_runs[self.rank], self.kv_runs[source]):
+            first = q.position + shift
+            last, count = first + q.stop - q.start - 1, kv.stop - kv.start
+            low, high = visible_range(first, last, spec.left, spec.right, kv.position, count)
+            if low < high:
+                yield Block(q.inside, kv.inside, first, kv.position)
+
+
+def begin(
+    name: str, group: Any, query: Array, key: Array, value: Array, options: Options, layout: str
+) -> Shards:
+    """Check a call, alone and against those of the other ranks; an error is one on every rank."""
+    transport = transport_of(group)
+    error, fields = None, dict.fromkeys(_FIELDS, 0)
+    try:
+        problem, segments = _alone(name, query, key, value, options, layout)
+        fields |= _described(name, problem, query, key, value, options, layout, segments)
+        fields |= {"fine": 1, "world_size": transport.world_size}
+    except Exception as e:  # raised again below, once the others know of it
+        error = e
+    table = _gathered(transport, [_number(x) for x in fields.values()])
+    if error is not None:
+        raise error
+    _agree(transport, fields, table)
+    q_lengths, kv_lengths, bias_keys = (
+        tuple(int(row[_FIELDS.index(name)]) for row in table) for name in _OWN
+    )
+    total = sum(kv_lengths)
+    if bad := [n for n in bias_keys if n not in (0, 1, total)]:
+        raise value_error(
+            f"bias must have a column for each of the {total} keys of all ranks, or one",
+            f"{bad[0]} on rank {bias_keys.index(bad[0])}",
+            "Each rank passes its own rows, (..., num_heads, own len_q, all keys).",
+        )
+    return Shards(
+        transport, problem, options, segments, q_lengths, kv_lengths,
+        runs_of(q_lengths, layout), runs_of(kv_lengths, layout),
+    )  # fmt: skip
+
+
+def _alone(
+    name: str, query: Array, key: Array, value: Array, options: Options, layout: str
+) -> tuple[Problem, Array | None]:
+    """Check what one rank can check; return its problem without bias and the ids of its keys."""
+    if layout not in LAYOUTS:
+        raise value_error(
+            f"layout must be one of {', '.join(map(repr, LAYOUTS))}", repr(layout),
+            "'zigzag' balances causal attention.",
+        )
+    kinds = {_arrays.library(x) for x in (query, key, value)}
+    if kinds & {"jax", "array_api_strict"}:
+        raise type_error(
+            f"{name} takes tensors of PyTorch, or arrays of NumPy without gradients",
+            ", ".join(_arrays.describe(x) for x in (query, key, value)), "Convert them.",
+        )
+    # The number of all keys is not known yet, so one column of a bias stands for all.
+    checked = options._replace(bias=_column(options.bias), q_offset=0)
+    problem = resolve(query, key, value, checked)
+    segments, ids = None, problem.terms.kv_segment
+    if ids is not None:
+        xp = _arrays.namespace(query)
+        ids = xp.astype(ids[..., 0, 0, :], xp.int64)
+        segments = xp.broadcast_to(ids, (*ids.shape[:-1], problem.spec.len_kv))
+    return problem, segments
+
+
+def _column(bias: Any) -> Any:
+    return bias[..., :1] if _arrays.library(bias) is not None and bias.ndim else bias
+
+
+def _described(
+    name: str, problem: Problem, query: Array, key: Array, value: Array, options: Options,
+    layout: str, segments: Array | None,
+) -> dict[str, Any]:  # fmt: skip
+    """What this rank tells the others."""
+    spec, bias = problem.spec, options.bias
+    given = (query, key, value, bias, options.alibi_slopes, options.sinks)
+    return {
+        "function": name, "layout": layout, "library": spec.library, "dtype": spec.dtype,
+        "num_heads": spec.num_heads, "num_kv_heads": spec.num_kv_heads, "d_k": spec.d_k,
+        "d_v": spec.d_v, "leading axes of query": tuple(query.shape[:-3]),
+        "leading axes of key": tuple(key.shape[:-3]),
+        "leading axes of value": tuple(value.shape[:-3]),
+        "requires_grad of (query, key, value, bias, alibi_slopes, sinks)":
+            tuple(is_tracked(x) for x in given),
+        "causal and window": (spec.left, spec.right), "scale": spec.scale,
+        "softcap": spec.softcap, "dropout": spec.dropout,
+        "seed": _values(options.seed) if spec.dropout else None, "impl": spec.impl,
+        "alibi_slopes": _values(options.alibi_slopes), "sinks": _values(options.sinks),
+        "axes of segment_ids before the last":
+            None if segments is None else tuple(segments.shape[:-1]),
+        "dtype and axes of bias, rows left out": None if bias is None else
+            (_arrays.dtype_name(bias), tuple(bias.shape[:-2]), bias.shape[-1:] == (1,)),
+        "len_q": spec.len_q, "len_kv": spec.len_kv,
+        "keys of bias": 0 if bias is None else bias.shape[-1] if bias.ndim else 1,
+    }  # fmt: skip
+
+
+def is_tracked(*arrays: Any) -> bool:
+    """Whether PyTorch records a graph for one of them."""
+    torch = sys.modules.get("torch")
+    return torch is not None and torch.is_grad_enabled() and any(
+        x.requires_grad for x in arrays if _arrays.library(x) == "torch"
+    )  # fmt: skip
+
+
+def _values(x: Any) -> Any:
+    """An option's values, comparable by their representation."""
+    return x if x is None or _arrays.library(x) is None else np.asarray(_arrays.host(x)).tolist()
+
+
+def _number(x: Any) -> int:
+    """A whole number below 2**31 as it is; a hash above that of anything else."""
+    if isinstance(x, int) and 0 <= x < 2**31:
+        return int(x)
+    digest = hashlib.blake2b(repr(x).encode(), digest_size=7).digest()
+    return 2**56 + int.from_bytes(digest, "little")
+
+
+def _gathered(transport: Transport, numbers: list[int]) -> list[list[int]]:
+    """Numbers of all ranks, in rank order."""
+    own, world_size = np.array(numbers, dtype=np.int64), transport.world_size
+    waits = [transport.rotate([own], [own.shape], hop) for hop in range(1, world_size)]
+    table = {transport.rank: own}
+    for hop, wait in enumerate(waits, start=1):
+        table[(transport.rank - hop) % world_size] = wait()[0]
+    return [[int(x) for x in table[rank]] for rank in range(world_size)]
+
+
+def _agree(transport: Transport, fields: dict[str, Any], table: list[list[int]]) -> None:
+    """Raise the same error on every rank unless all ranks are fine and in agreement."""
+    failed = [str(rank) for rank, row in enumerate(table) if not row[0]]
+    if failed:
+        raise value_error(
+            "the arguments must be valid on every rank", f"an error on rank {', '.join(failed)}",
+            "Its own message says what is wrong there.",
+        )
+    for place, name in enumerate(_FIELDS):
+        numbers = [row[place] for row in table]
+        other = next((rank for rank, n in enumerate(numbers) if n != numbers[0]), None)
+        if name in _OWN or other is None:
+            continue
+        if max(numbers) < 2**31:
+            given = ", ".join(f"{n} on rank {rank}" for rank, n in enumerate(numbers))
+        else:
+            given = f"another on rank {other} than on rank 0"
+        raise value_error(
+            f"{name} must be the same on every rank", given,
+            f"Rank {transport.rank} has {fields[name]!r}.",
+        )
+
+
+def kv_shapes(shards: Shards, arrays: Sequence[Array], source: int) -> list[Shape]:
+    """Shapes of key, value and ids of rank ``source``, like those of ``arrays`` of another rank."""
+    length = shards.kv_lengths[source]
+    return [
+        (*x.shape[:-2], length, x.shape[-1]) if place < 2 else (*x.shape[:-1], length)
+        for place, x in enumerate(arrays)
+    ]

@@ -1,0 +1,142 @@
+"""One call cut into the shards of several ranks, and what these return put together."""
+
+import numpy as np
+import torch
+
+import cases
+from scaledot._ring import ring_attention
+from scaledot._ring_transport import InProcessRing
+from scaledot._ulysses import ulysses_attention
+
+LAYOUTS = ("contiguous", "zigzag")
+FUNCTIONS = {"ring": ring_attention, "ulysses": ulysses_attention}
+SIZE = cases.Size(len_q=13, len_kv=13, d_k=4, d_v=3, num_heads=8, num_kv_heads=4, lead=())
+BY_ROWS = ("query", "key", "value")
+COUNTED = {"alibi_slopes", "sinks"}  # the same on every rank; their gradients are summed
+
+
+def normal(*shape, number=0, dtype=np.float64):
+    return np.random.default_rng(number).standard_normal(shape).astype(dtype)
+
+
+OPTIONS = {
+    "plain": {},
+    "causal": {"causal": True},
+    "window": {"window": (3, 1)},
+    "window_causal": {"window": (4, None), "causal": True},
+    "segments": {"segment_ids": np.array([0] * 4 + [2] * 6 + [-1] + [5] * 2)},
+    "two_segments": {"segment_ids": (np.arange(13) % 3, np.arange(13) % 4), "causal": True},
+    "bias": {"bias": normal(8, 13, 13)},
+    "bias_of_keys": {"bias": normal(13), "causal": True},
+    "bias_of_rows": {"bias": normal(8, 13, 1)},
+    "bias_of_heads": {"bias": normal(8, 1, 13)},
+    "alibi": {"alibi_slopes": 2.0 ** -np.arange(8)},
+    "softcap": {"softcap": 1.5, "scale": -0.7},
+    "sinks": {"sinks": normal(8, number=2), "causal": True},
+    "dropout": {"dropout": 0.3, "seed": 11, "causal": True},
+    "everything": {
+        "causal": True, "window": (9, 0), "segment_ids": np.arange(13) // 9, "softcap": 2.0,
+        "bias": normal(1, 13, 13, number=3), "alibi_slopes": 3.0 ** -np.arange(8),
+        "sinks": normal(8, number=4), "dropout": 0.2, "seed": -5,
+    },
+}  # fmt: skip
+
+
+# Cutting a sequence into shards, without the library
+
+
+def shards_of(length, world_size, layout, lengths=None):
+    """Positions of the tokens of each rank; lengths are those of the shards, None for even ones."""
+    if layout == "contiguous":
+        if lengths is None:
+            return np.array_split(np.arange(length), world_size)
+        return np.split(np.arange(length), np.cumsum(lengths)[:-1])
+    if lengths is None:
+        pieces = np.array_split(np.arange(length), 2 * world_size)
+    else:
+        halves = [(n + 1) // 2 for n in lengths] + [n // 2 for n in reversed(lengths)]
+        pieces = np.split(np.arange(length), np.cumsum(halves)[:-1])
+    return [np.concatenate([pieces[r], pieces[-1 - r]]) for r in range(world_size)]
+
+
+def own_share(arguments, rows, columns):
+    """What one rank passes: its tokens, its rows of a bias, and the rest as it is."""
+    share = dict(arguments)
+    share["query"] = arguments["query"][..., rows, :]
+    share |= {name: arguments[name][..., columns, :] for name in ("key", "value")}
+    bias = arguments.get("bias")
+    if bias is not None and bias.ndim > 1 and bias.shape[-2] != 1:
+        share["bias"] = bias[..., rows, :]
+    ids = arguments.get("segment_ids")
+    if ids is not None:
+        ids = ids if isinstance(ids, tuple) else (ids, ids)
+        share["segment_ids"] = ids[0][..., rows], ids[1][..., columns]
+    return share
+
+
+def tensor(x):
+    if x.dtype.name == "bfloat16":
+        return torch.tensor(x.astype(np.float32)).to(torch.bfloat16)
+    return torch.tensor(x)
+
+
+def as_tensors(share):
+    def convert(x):
+        if isinstance(x, np.ndarray):
+            return tensor(x)
+        return tuple(map(convert, x)) if isinstance(x, tuple) else x
+
+    return {name: convert(x) for name, x in share.items()}
+
+
+class Found:
+    """Result and gradients of all ranks, put together."""
+
+    def __init__(self, arguments, results, q_shards, kv_shards):
+        rows, columns = (np.argsort(np.concatenate(s)) for s in (q_shards, kv_shards))
+        self.out = self._joined([out for out, _ in results])[..., rows, :]
+        self.grads = {}
+        for name in results[0][1]:
+            parts = [grads[name] for _, grads in results]
+            if name in BY_ROWS:
+                order = rows if name == "query" else columns
+                self.grads[name] = self._joined(parts)[..., order, :]
+            elif name == "bias" and arguments[name].ndim > 1 and arguments[name].shape[-2] != 1:
+                self.grads[name] = self._joined(parts)[..., rows, :]
+            else:
+                self.grads[name] = sum(parts)
+
+    @staticmethod
+    def _joined(parts):
+        return torch.cat(parts, dim=-2)
+
+
+def differentiate(function, share, grad_out, **more):
+    """Out and gradients of one rank, by name."""
+    leaves = {name: x.requires_grad_() for name, x in share.items()
+              if isinstance(x, torch.Tensor) and x.is_floating_point()}  # fmt: skip
+    out = function(**share | leaves, **more)
+    found = torch.autograd.grad(out, list(leaves.values()), grad_out)
+    return out.detach(), dict(zip(leaves, found, strict=True))
+
+
+def spread(arguments, grad_out, world_size, layout, *, function=ring_attention, lengths=None,
+           kv_lengths=None, **more):  # fmt: skip
+    """Cut a call into shards, run all ranks and join what they return."""
+    lengths, kv_lengths = lengths, lengths if kv_lengths is None else kv_lengths
+    q_shards = shards_of(arguments["query"].shape[-2], world_size, layout, lengths)
+    kv_shards = shards_of(arguments["key"].shape[-2], world_size, layout, kv_lengths)
+
+    def work(group):
+        rows, columns = q_shards[group.rank], kv_shards[group.rank]
+        share = as_tensors(own_share(arguments, rows, columns))
+        return differentiate(function, share, tensor(grad_out[..., rows, :]), group=group,
+                             layout=layout, **more)  # fmt: skip
+
+    results = InProcessRing(world_size, timeout=60).run(work)
+    return Found(arguments, results, q_shards, kv_shards)
+
+
+def arguments_of(option, dtype="float32", size=SIZE, number=0):
+    arrays = size.arrays(np.random.default_rng(number))
+    return {n: x.astype(cases.dtype_named(dtype)) for n, x in arrays.items()} | OPTIONS[option]

@@ -1,0 +1,379 @@
+"""What the ranks of a ring agree on, who computes what and when, and how a ring ends."""
+
+import re
+import threading
+import weakref
+
+import numpy as np
+import pytest
+
+pytest.importorskip("torch")
+
+import torch
+
+from ring_calls import FUNCTIONS, LAYOUTS, normal, shards_of
+from scaledot import _passes
+from scaledot._ring import ring_attention
+from scaledot._ring_plan import begin, runs_of
+from scaledot._ring_transport import InProcessRing
+from scaledot._spec import Options
+from scaledot._ulysses import ulysses_attention
+
+BY_ROWS = ("query", "key", "value")
+
+# Who computes what
+
+
+class Watched:
+    """A member of a ring that writes down what happens."""
+
+    def __init__(self, member, log):
+        self.rank, self.world_size, self._member, self._log = (
+            member.rank, member.world_size, member, log
+        )  # fmt: skip
+
+    def rotate(self, arrays, shapes, hop=1):
+        wait = self._member.rotate(arrays, shapes, hop)
+        if arrays[0].dtype == torch.float64:
+            self._log.append("start")
+
+        def logged():
+            found = wait()
+            if arrays[0].dtype == torch.float64:
+                self._log.append("wait")
+            return found
+
+        return logged
+
+
+def plans(lengths, layout, **options):
+    """Blocks of every rank, per source, of a call that is not run."""
+    def work(group):
+        query = np.zeros((1, lengths[group.rank], 1))
+        shards = begin("f", group, query, query, query, Options(**options), layout)
+        return [list(shards.blocks(source)) for source in range(len(lengths))]
+
+    return InProcessRing(len(lengths)).run(work)
+
+
+def positions_of(start, part):
+    return start + np.arange(part.stop - part.start)
+
+
+def seen(q_pos, kv_pos, causal=False, window=None):
+    left, right = window or (None, None)
+    far = np.subtract.outer(q_pos, kv_pos)
+    visible = np.ones(far.shape, bool)
+    if causal:
+        visible &= far >= 0
+    if left is not None:
+        visible &= far <= left
+    if right is not None:
+        visible &= -far <= right
+    return visible
+
+
+def pairs_of(blocks, **options):
+    """Query-key pairs that a rank has to compute."""
+    return sum(
+        int(seen(positions_of(b.q_offset, b.rows), positions_of(b.kv_offset, b.columns),
+                 **options).sum())
+        for source in blocks for b in source
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("length", [64, 1000, 1003])
+def test_zigzag_balances_causal_attention(length):
+    lengths = [len(x) for x in shards_of(length, 4, "zigzag")]
+    work = [pairs_of(blocks, causal=True) for blocks in plans(lengths, "zigzag", causal=True)]
+    assert sum(work) == length * (length + 1) // 2
+    assert max(abs(w - np.mean(work)) for w in work) <= np.mean(work) / 10
+    uneven = [pairs_of(b, causal=True) for b in plans(lengths, "contiguous", causal=True)]
+    assert max(uneven) > 1.5 * np.mean(uneven)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("options", [{"causal": True}, {"window": (5, 2)},
+                                     {"causal": True, "window": (7, None)}])  # fmt: skip
+@pytest.mark.parametrize("lengths", [(6, 6, 6, 6), (1, 9, 0, 12), (23,)])
+def test_blocks_hold_every_visible_pair_once_and_none_is_hidden(lengths, options, layout):
+    total = sum(lengths)
+    count = np.zeros((total, total), int)
+    shards = shards_of(total, len(lengths), layout, lengths)
+    for rank, sources in enumerate(plans(lengths, layout, **options)):
+        for source, blocks in enumerate(sources):
+            for b in blocks:
+                q_pos, kv_pos = shards[rank][b.rows], shards[source][b.columns]
+                assert q_pos.tolist() == positions_of(b.q_offset, b.rows).tolist()
+                assert kv_pos.tolist() == positions_of(b.kv_offset, b.columns).tolist()
+                visible = seen(q_pos, kv_pos, **options)
+                assert visible.any()
+                count[np.ix_(q_pos, kv_pos)] += visible
+    everywhere = np.arange(total)
+    np.testing.assert_array_equal(count, seen(everywhere, everywhere, **options))
+
+
+def test_neighbouring_pieces_are_one_block():
+    assert [len(runs) for runs in runs_of([4, 4, 4], "zigzag")] == [2, 2, 1]
+    assert len(plans([8, 8], "zigzag")[0][1]) == 1  # nothing depends on positions
+    assert len(plans([8, 8], "zigzag", causal=True)[0][1]) == 1  # late queries, early keys: pieces
+    assert plans([8, 8], "contiguous", causal=True)[0][1] == []
+
+
+def test_the_next_shard_is_on_its_way_while_this_one_is_computed(monkeypatch):
+    logs = {}
+    real = {name: getattr(_passes, name) for name in ("forward", "backward")}
+
+    def logging(name):
+        def run(*args, **options):
+            logs[threading.get_ident()].append(name)
+            return real[name](*args, **options)
+
+        return run
+
+    for name in real:
+        monkeypatch.setattr(_passes, name, logging(name))
+    x = torch.tensor(normal(2, 9, 4))
+
+    def work(member):
+        log = logs[threading.get_ident()] = []
+        shard = x[:, 3 * member.rank :][:, :3].clone().requires_grad_()
+        ring_attention(shard, shard, shard, group=Watched(member, log)).sum().backward()
+        return log
+
+    there = ["start", "forward", "wait", "start", "forward", "wait", "forward"]
+    # Keys start, are computed with, and gradients start; these arrive a shard later.
+    back = ["start", "backward", "start", "wait", "start", "backward", "wait", "start", "wait",
+            "backward", "wait", "start", "wait"]  # fmt: skip
+    for log in InProcessRing(3).run(work):
+        assert log == there + back
+
+
+class Copying:
+    """A member of a ring that receives into memory of its own, and counts how much it holds."""
+
+    def __init__(self, member):
+        self.rank, self.world_size, self._member = member.rank, member.world_size, member
+        self.held, self.most = 0, 0
+
+    def rotate(self, arrays, shapes, hop=1):
+        wait = self._member.rotate([x.copy() if isinstance(x, np.ndarray) else x.clone()
+                                    for x in arrays], shapes, hop)  # fmt: skip
+        if isinstance(arrays[0], np.ndarray):
+            return wait
+        received = [torch.empty(shape, dtype=x.dtype) for x, shape in zip(arrays, shapes,
+                                                                          strict=True)]  # fmt: skip
+        for x in received:
+            self._hold(x.numel())
+            weakref.finalize(x, self._hold, -x.numel())
+        buffers = list(received)
+        received.clear()
+
+        def waited():
+            for x, y in zip(buffers, wait(), strict=True):
+                x.copy_(y)
+            found = list(buffers)
+            buffers.clear()
+            return found
+
+        return waited
+
+    def _hold(self, count):
+        self.held += count
+        self.most = max(self.most, self.held)
+
+
+@pytest.mark.parametrize("world_size", [4, 8])
+def test_shards_that_a_rank_holds(world_size):
+    """Keys and values in use and on their way, and gradients on theirs, however long the ring."""
+    x = torch.tensor(normal(2, 3 * world_size, 4))
+    shard = 2 * 2 * 3 * 4  # key and value
+
+    def work(member):
+        group = Copying(member)
+        q, k, v = (x[:, 3 * member.rank :][:, :3].clone().requires_grad_() for _ in range(3))
+        out = ring_attention(q, k, v, group=group)
+        there, group.most = group.most, 0
+        out.sum().backward()
+        return there, group.most
+
+    for there, back in InProcessRing(world_size).run(work):
+        assert there <= 2 * shard
+        assert back <= 3 * shard
+
+
+# Errors
+
+
+def errors_of(world_size, work):
+    """What each rank raised."""
+    def caught(group):
+        try:
+            work(group)
+        except Exception as error:
+            return error
+        return None
+
+    return InProcessRing(world_size, timeout=20).run(caught)
+
+
+def call(group, function=ring_attention, **changed):
+    """A call in which some arguments of rank 1 differ."""
+    arguments = {name: torch.ones(2, 3, 4) for name in BY_ROWS} | {"layout": "contiguous"}
+    if group.rank == 1:
+        arguments |= changed
+    return function(**arguments, group=group)
+
+
+def ones(*shape, **options):
+    return torch.ones(*shape, **options)
+
+
+DIFFERENT = {
+    "num_heads": {"query": ones(4, 3, 4)},
+    "num_kv_heads": {"key": ones(1, 3, 4), "value": ones(1, 3, 4)},
+    "d_k": {"query": ones(2, 3, 5), "key": ones(2, 3, 5)},
+    "d_v": {"value": ones(2, 3, 2)},
+    "dtype": {name: ones(2, 3, 4, dtype=torch.float64) for name in BY_ROWS},
+    "library": {name: np.ones((2, 3, 4), np.float32) for name in BY_ROWS},
+    "leading axes of value": {"value": ones(1, 2, 3, 4)},
+    "causal and window": {"causal": True},
+    "scale": {"scale": 0.25},
+    "softcap": {"softcap": 0.5},
+    "dropout": {"dropout": 0.5, "seed": 1},
+    "impl": {"impl": "dense"},
+    "layout": {"layout": "zigzag"},
+    "alibi_slopes": {"alibi_slopes": ones(2)},
+    "sinks": {"sinks": ones(2)},
+    "axes of segment_ids before the last": {"segment_ids": torch.zeros(3, dtype=torch.int64)},
+    "dtype and axes of bias, rows left out": {"bias": ones(3, 9)},
+    "requires_grad of (query, key, value, bias, alibi_slopes, sinks)":
+        {"query": ones(2, 3, 4).requires_grad_()},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", DIFFERENT)
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_a_difference_is_an_error_on_every_rank(what, function):
+    world_size = 2 if what != "num_kv_heads" else 3
+    for error in errors_of(world_size, lambda group: call(group, FUNCTIONS[function],
+                                                          **DIFFERENT[what])):  # fmt: skip
+        assert type(error) is ValueError
+        assert str(error).startswith(f"{what} must be the same on every rank, got ")
+        assert "on rank 1" in str(error)
+
+
+def test_functions_must_be_the_same():
+    for error in errors_of(2, lambda g: call(g, list(FUNCTIONS.values())[g.rank])):
+        assert str(error).startswith("function must be the same on every rank")
+
+
+WRONG = {
+    "dtype": ({"query": ones(2, 3, 4, dtype=torch.int64)}, TypeError, "must share one dtype"),
+    "list": ({"key": [[1.0]]}, TypeError, "key must be one of arrays"),
+    "shape": ({"value": ones(2, 5, 4)}, ValueError, "key and value must have the same length"),
+    "layout": ({"layout": "striped"}, ValueError, "layout must be one of"),
+    "bias rows": ({"bias": ones(2, 9)}, ValueError, "bias must broadcast"),
+    "seed": ({"dropout": 0.5}, ValueError, "dropout needs a seed"),
+    "window": ({"window": 3}, TypeError, "window must be a pair"),
+    "segments": ({"segment_ids": ones(3)}, TypeError, "segment_ids of query must be integers"),
+}
+
+
+@pytest.mark.parametrize("what", WRONG)
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_an_error_of_one_rank_is_told_to_all(what, function):
+    changed, kind, message = WRONG[what]
+    errors = errors_of(3, lambda group: call(group, FUNCTIONS[function], **changed))
+    assert type(errors[1]) is kind
+    assert message in str(errors[1])
+    for error in (errors[0], errors[2]):
+        assert type(error) is ValueError
+        assert str(error).startswith(
+            "the arguments must be valid on every rank, got an error on rank 1."
+        )
+
+
+@pytest.mark.parametrize("columns", [2, 5])
+def test_columns_of_a_bias(columns):
+    def work(group):
+        x = torch.ones(2, 3, 4)
+        ring_attention(x, x, x, bias=torch.zeros(3, 6 if group.rank else columns), group=group)
+
+    for error in errors_of(2, work):
+        assert str(error) == (
+            "bias must have a column for each of the 6 keys of all ranks, or one, got "
+            f"{columns} on rank 0. Each rank passes its own rows, (..., num_heads, own len_q, "
+            "all keys)."
+        )
+
+
+def test_ulysses_needs_a_key_head_for_each_rank():
+    for error in errors_of(3, lambda group: call(group, ulysses_attention)):
+        assert str(error) == ("num_kv_heads must be at least the number of ranks, 3, got 2. "
+                              "ring_attention splits no heads.")  # fmt: skip
+
+
+def test_groups():
+    x = torch.ones(2, 3, 4)
+    with pytest.raises(ValueError, match=re.escape("group must be a running group of torch.dist")):
+        ring_attention(x, x, x)
+    jax_numpy = pytest.importorskip("jax.numpy")
+    y = jax_numpy.ones((2, 3, 4))
+    with pytest.raises(TypeError, match="ring_attention takes tensors of PyTorch"):
+        InProcessRing(1).run(lambda group: ring_attention(y, y, y, group=group))
+
+
+def test_second_derivatives_are_refused():
+    def work(group):
+        x = torch.ones(2, 3, 4, requires_grad=True)
+        out = ring_attention(x, x, x, group=group)
+        (first,) = torch.autograd.grad(out.square().sum(), x, create_graph=True)
+        first.sum().backward()
+
+    for error in errors_of(2, work):
+        assert "once_differentiable" in str(error)
+
+
+# The ring of threads
+
+
+def test_a_rank_that_fails_ends_the_ring():
+    def work(group):
+        if group.rank == 2:
+            raise ZeroDivisionError("mine")
+        return call(group)
+
+    with pytest.raises(ZeroDivisionError, match="mine"):
+        InProcessRing(4).run(work)
+    errors = errors_of(3, lambda group: call(group) if group.rank else None)
+    assert [type(error) for error in errors] == [type(None), ConnectionError, ConnectionError]
+
+
+def test_a_ring_waits_no_longer_than_it_may():
+    def work(group):
+        if group.rank == 0:
+            group.rotate([np.ones(1)], [(1,)])()
+        else:
+            done.wait(30)
+
+    done = threading.Event()
+    timer = threading.Timer(1.0, done.set)
+    timer.start()
+    with pytest.raises(TimeoutError, match=r"rank 0 waited 0\.1 s for rank 1"):
+        InProcessRing(2, timeout=0.1).run(work)
+
+
+def test_a_ring_checks_what_arrives():
+    with pytest.raises(ConnectionError, match="expected were"):
+        InProcessRing(2).run(lambda group: group.rotate([np.ones(2)], [(3,)])())
+    with pytest.raises(ValueError, match="world_size must be a positive int, got 0"):
+        InProcessRing(0)
+
+
+@pytest.mark.parametrize("hop", [1, 2, 3])
+def test_hops(hop):
+    def work(group):
+        return int(group.rotate([np.array([group.rank])], [(1,)], hop)()[0][0])
+
+    assert InProcessRing(3).run(work) == [(rank - hop) % 3 for rank in range(3)]
