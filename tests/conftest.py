@@ -12,7 +12,10 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 import numpy as np
 import pytest
 
-LIBRARIES = ("numpy", "numpy-readonly", "strict", "torch", "jax")
+LIBRARIES = (
+    "numpy", "numpy-readonly", "strict", "torch",
+    pytest.param("jax", marks=pytest.mark.heavy),  # it compiles for every shape
+)
 IMPLEMENTATIONS = ("dense", "blockwise", "kernels")
 
 

@@ -65,6 +65,7 @@ def check_memory(arguments, impl):
     assert measured / 2 <= expected <= measured * 2, f"{expected / measured:.2f} of the measured"
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("num_threads", [1, 2])
 @pytest.mark.parametrize("name", OPTIONS)
 def test_memory(name, num_threads, impl):

@@ -15,6 +15,8 @@ from test_gradients import kept_of, positions
 
 torch = pytest.importorskip("torch")
 
+pytestmark = pytest.mark.heavy
+
 NAMES = Grads._fields
 TILES = {"len_q": 130, "len_kv": 200, "num_heads": 4, "num_kv_heads": 2, "lead": (2,)}
 RANGES = {"len_q": 60, "len_kv": 2100, "d_k": 8, "d_v": 24}

@@ -12,11 +12,12 @@ import test_determinism
 from scaledot import _passes
 from scaledot._derivatives import Grads
 from scaledot._kernels import gradient
-from scaledot._launch import ModError
 from scaledot._spec import Options
 from test_gradients import slope_of_distance
 from test_gradients_options import gradients, same_bits
 from test_threads import in_a_fresh_process, needs_fork
+
+pytestmark = pytest.mark.heavy
 
 
 @pytest.fixture(autouse=True)
@@ -145,7 +146,8 @@ def test_an_error_of_the_derivative_reaches_the_caller():
 
     for num_threads in (1, 3):
         sd.set_num_threads(num_threads)
-        with pytest.raises((ZeroDivisionError, ModError)):
+        # By array operations, which are to show the error, this one is a branch.
+        with pytest.raises(TypeError, match=r"score_mod.*a branch or a conversion"):
             gradients(arguments | {"score_mod": (plain, broken)}, *grads)
         assert same_bits(gradients(arguments, *grads), before)
 

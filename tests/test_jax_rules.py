@@ -19,6 +19,8 @@ jnp = jax.numpy
 
 from scaledot import _jax_rules  # noqa: E402  (imports JAX)
 
+pytestmark = pytest.mark.heavy  # it compiles for every shape
+
 COMBINATIONS = cases.pairwise()[:4]  # these hold every setting of every option
 TINY = cases.Size(len_q=3, len_kv=5, d_k=2, num_heads=2, num_kv_heads=1, lead=(2,))
 NAMES = Grads._fields

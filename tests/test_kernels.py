@@ -229,6 +229,7 @@ else:
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="signals and forks of POSIX")
+@pytest.mark.heavy  # each compiles kernels anew
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 @pytest.mark.parametrize(
     ("name", "delay"), [("fork", 0), ("Ctrl-C", 0.3), ("Ctrl-C", 1.5), ("warning", 0)]

@@ -229,6 +229,7 @@ TWINS = {
 }
 
 
+@pytest.mark.heavy  # each reads the whole package
 @pytest.mark.parametrize(("check", "file", "planted", "expected"), TWINS.values(), ids=TWINS)
 def test_a_planted_fault_is_found(check, file, planted, expected, tmp_path):
     root = tmp_path / "scaledot"

@@ -37,6 +37,8 @@ from ring_calls import (  # noqa: E402 - imports PyTorch
     tensor,
 )
 
+pytestmark = pytest.mark.heavy
+
 LENGTH = 13
 SIZE = cases.Size(len_q=LENGTH, len_kv=LENGTH, d_k=4, d_v=3, num_heads=8, num_kv_heads=4, lead=(2,))
 LENGTHS = {2: (5, 8), 4: (4, 0, 6, 3)}

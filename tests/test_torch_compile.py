@@ -15,6 +15,7 @@ from scaledot import _torch_rules as rules  # noqa: E402
 
 # PyTorch's own, of its forward mode, of its exporter, and of Dynamo where Python is told to warn.
 pytestmark = [
+    pytest.mark.heavy,
     pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning"),
     pytest.mark.filterwarnings("ignore:`isinstance.treespec:FutureWarning"),
 ]

@@ -12,7 +12,7 @@ from scaledot._chunks import Chunk, attend_chunks
 from scaledot._errors import type_error, value_error
 from scaledot._spec import Options, resolve
 from scaledot._state import State, empty_state, merged
-from scaledot._typing import Array, ArrayT, Impl
+from scaledot._typing import Array, ArrayT, Impl, Offsets
 
 SLICE = 1024
 """Tokens in one part of the fold: no more, and the rest of two pages, are ever gathered."""
@@ -31,7 +31,7 @@ def paged_attention(
     softcap: float | None = None,
     alibi_slopes: Array | None = None,
     sinks: Array | None = None,
-    q_offset: Array | None = None,
+    q_offset: Offsets | None = None,
     impl: Impl = "auto",
 ) -> ArrayT:
     """Attention of several sequences over keys and values that lie in pages.
