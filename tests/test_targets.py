@@ -84,16 +84,23 @@ def settings_of(name):
     return {"NUMBA_CPU_NAME": processor.cpu, "NUMBA_CPU_FEATURES": features}
 
 
-@on_x86
-@pytest.mark.parametrize("what", ["results", "gradients"])
-@pytest.mark.parametrize("name", [name for name in PROCESSORS if name != "avx512-bf16"])
-def test_results(name, what):
-    """By kernels for that processor; one with products of bfloat16 runs all other tests so."""
+def check_on(name, what):
+    """Run a check by kernels for that processor, unless this one lacks its instructions."""
     host = llvm.get_host_cpu_features()
     lacking = [feature for feature in PROCESSORS[name].features if not host.get(feature)]
     if lacking:
         pytest.skip(f"this processor lacks {', '.join(lacking)}")
     in_a_process(f"check_{what}({name!r})", settings_of(name))
+
+
+# One with products of bfloat16 runs all other tests so.
+OTHERS = [name for name in PROCESSORS if name != "avx512-bf16"]
+
+
+@on_x86
+@pytest.mark.parametrize("name", OTHERS)
+def test_results(name):
+    check_on(name, "results")
 
 
 @on_x86
