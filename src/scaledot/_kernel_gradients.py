@@ -235,11 +235,24 @@ class _Backward:
         scratch = backward.delta_bytes(self.vectors.lanes, self.vectors.size, self.spec.d_v)
         self.launch(kernel, pairs * self.blocks, scratch, self.known, arrays, passed)
         found: dict[str, Any] = {}
-        if {"query", "key", "value", "alibi_slopes"} & set(wanted):
-            found |= self.operands(wanted, arrays, passed)
-        if "bias" in wanted:
+        fused = "bias" in wanted and self.fuses_bias()
+        if fused or {"query", "key", "value", "alibi_slopes"} & set(wanted):
+            found |= self.operands([n for n in wanted if fused or n != "bias"], arrays, passed)
+        if "bias" in wanted and not fused:
             found["bias"] = self.bias(arrays, passed)
         return found
+
+    def fuses_bias(self) -> bool:
+        """Whether the gradient of the bias is summed on the way, for each head apart.
+
+        It is not where heads share one of many queries, which would have to be held for each, and
+        where dS is turned into that by the products, or rounded.
+        """
+        spec, given = self.spec, self.problem.terms.bias
+        if given is None or spec.softcap is not None or spec.dtype == "bfloat16":
+            return False
+        apart = tuple(given.shape[:-2]) == (*spec.lead, spec.num_heads)
+        return apart or given.shape[-2] == 1
 
     def tiles(self, known: dict[str, Any]) -> dict[str, Any]:
         """Add what the kernels that compute tiles need; mods are compiled."""
@@ -303,14 +316,23 @@ class _Backward:
             results[name] = np.empty(shapes[name], dtype=dtype)
         if "alibi_slopes" in wanted:
             results["alibi_slopes"] = np.zeros((entries, spec.num_heads, self.ranges))
+        if "bias" in wanted:
+            rows, columns = self.problem.terms.bias.shape[-2:]  # type: ignore[union-attr]
+            apart = self.ranges if columns == 1 else 1
+            shape = (*spec.scores_shape[:-2], apart, rows, columns)
+            results["bias"] = np.zeros(shape, dtype=self.numbers)
         progress = np.zeros(entries * spec.num_heads * self.blocks, dtype=np.int64)
         known = {
             "dq": address(results.get("query")), "dk": address(results.get("key")),
             "dv": address(results.get("value")), "progress": address(progress),
             "slope_sums": address(results.get("alibi_slopes")),
+            "bias_sums": address(results.get("bias")),
             "out_dtype": DTYPES["float16" if dtype == np.float16 else spec.dtype if whole
                                 else self.numbers.name],
         }  # fmt: skip
+        if "bias" in results:
+            rows, columns = results["bias"].shape[-2:]
+            known |= {"bias_rows": rows, "bias_columns": columns}
         tasks = entries * spec.num_kv_heads * self.ranges
         if moves is not None:
             kernel = kernel_second.second_double if self.double else kernel_second.second_single
@@ -329,10 +351,9 @@ class _Backward:
         if name == "alibi_slopes":
             shape = tuple(self.problem.terms.slopes.shape)  # type: ignore[union-attr]
             return x.sum(axis=(0, 2)).astype(self.numbers).reshape(shape)
-        argument = getattr(self.problem, name)
-        axes = tuple(
-            i for i, n in enumerate(argument.shape[:-3]) if n == 1 and x.shape[i] != 1
-        )
+        argument: Any = self.problem.terms.bias if name == "bias" else getattr(self.problem, name)
+        x = x.sum(axis=-3) if name == "bias" else x  # ranges of keys
+        axes = tuple(i for i, n in enumerate(argument.shape) if n == 1 and x.shape[i] != 1)
         return x.sum(axis=axes, keepdims=True) if axes else x
 
     def bias(self, arrays: Arrays, passed: Passed) -> Any:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import numpy as np
 
 from scaledot._kernels import atomics
+from scaledot._kernels.bias import add_lines, add_square
 from scaledot._kernels.call import read
 from scaledot._kernels.forward import accumulate, accumulate_1, accumulate_2, accumulate_3
 from scaledot._kernels.gradient import (
@@ -106,6 +107,20 @@ def add_odd_grads(kind, call, room, pair, sub, row, first, last, count, total): 
 
 
 @separate
+def add_bias_grads(kind, call, room, pair, row, count, tile, first, last):  # type: ignore[no-untyped-def]
+    """Add the gradients of a tile to those of the bias of this head, which nobody else adds to."""
+    ranges = -(-call.len_kv // call.key_range)
+    place = pair
+    if call.bias_columns == 1:
+        place = pair * ranges + tile // call.key_range
+    total = call.bias_sums + size(kind) * place * call.bias_rows * call.bias_columns
+    if call.bias_rows > 1 and call.bias_columns > 1:
+        add_square(kind, call, room, total, row, count, tile, first, last)
+    else:
+        add_lines(kind, call, room, total, row, count, tile, first, last)
+
+
+@separate
 def pull_tile(kind, call, room, pair, sub, row, count, tile, low, high, seen, start, clean, odd):  # type: ignore[no-untyped-def]
     """Add what one tile gives to dQ, dK and dV (algorithm 2, lines 12 to 16)."""
     span, nr = NR * lanes(kind), -(-count // lanes(kind))
@@ -116,6 +131,8 @@ def pull_tile(kind, call, room, pair, sub, row, count, tile, low, high, seen, st
     below, half = size(kind) * (tile - start), 1 + has_pairs(kind)
     weights = room.weights_16 if has_pairs(kind) else room.scores
     products = room.grads_16 if has_pairs(kind) else room.products
+    if call.bias_sums:
+        add_bias_grads(kind, call, room, pair, row, count, tile, first, last)
     if call.dv:
         total = room.dv + below * v_wide
         rows = room.grads + size(kind) * (sub * span // half) * v_wide
