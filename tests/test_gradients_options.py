@@ -207,8 +207,8 @@ TILED = cases.Size(len_q=60, len_kv=140, d_k=4, num_heads=4, num_kv_heads=2, lea
 
 
 @pytest.mark.parametrize("shape", [
-    (140,), (60, 1), (60, 140), (4, 1, 140), (4, 60, 1), (2, 1, 60, 140), (2, 1, 1, 140),
-    (1, 4, 1, 1), (1, 1, 1, 1), (1,), (),
+    (140,), (60, 1), (60, 140), (4, 60, 140), (4, 1, 140), (4, 60, 1), (2, 1, 60, 140),
+    (2, 1, 1, 140), (1, 4, 1, 1), (1, 1, 1, 1), (1,), (),
 ], ids=str)  # fmt: skip
 def test_a_broadcast_bias_gets_the_sum(shape, impl):
     """Of what the full one would get; the terms cancel where it is constant over the keys."""

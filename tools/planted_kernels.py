@@ -245,7 +245,7 @@ KERNELS = (
                "delta = np.zeros(shape, dtype=numbers)", f"{BACK}[kernels-plain-float64]"),
     in_package("kernel-bias-of-neighbours", "_kernel_gradients.py",
                'np.argsort(numbered, kind="stable")', "np.arange(len(numbered))",
-               f"{SUMS}[kernels-(4, 1, 140)]"),
+               f"{SUMS}[kernels-(4, 60, 140)]"),
     in_package("kernel-slopes-of-first-ranges", "_kernel_gradients.py",
                "return x.sum(axis=(0, 2))", "return x[..., :-1].sum(axis=(0, 2))",
                f"{BACK_RANGES}[causal-alibi_slopes-float32]"),
