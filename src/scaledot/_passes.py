@@ -73,13 +73,10 @@ def forward(
 def backward(
     query: Array, key: Array, value: Array, options: Options, out: Array, lse: Array,
     grad_out: Array, grad_lse: Array | None, *, wanted: Collection[str], slices: bool = False,
-    whole: bool = True,
 ) -> Grads:  # fmt: skip
     """Gradients of the arguments named in ``wanted``, each with its argument's shape and dtype.
 
-    ``out`` and ``lse`` are those of `forward`; ``grad_lse`` may be None for zeros. They may also
-    be those over more keys, of which these are a part that is not the ``whole``: the gradients by
-    query are then its share.
+    ``out`` and ``lse`` are those of `forward`; ``grad_lse`` may be None for zeros.
     """
     name, arrays = None, (query, key, value, out, lse, grad_out, grad_lse)
     rank = query.ndim
@@ -90,7 +87,7 @@ def backward(
         name = _choice.name_of(
             arrays, options.window, "backward", *sorted(wanted), options.causal, options.kv_len,
             options.scale, options.softcap, options.dropout, options.q_offset, options.kv_offset,
-            options.impl, slices, whole,
+            options.impl, slices,
         )  # fmt: skip
         grads = _choice.again(name, arrays)
         if grads is not None:
@@ -98,7 +95,7 @@ def backward(
 
     def run(options: Options) -> Grads:
         problem = resolve(query, key, value, options, slices=slices)
-        return _backward(problem, options, (query, key, value), arrays[3:], wanted, whole, name)
+        return _backward(problem, options, (query, key, value), arrays[3:], wanted, name)
 
     return _or_shown(run, options)
 
@@ -115,7 +112,7 @@ def _or_shown(run: Callable[[Options], Result], options: Options) -> Result:
 
 def _backward(
     problem: Problem, options: Options, operands: tuple[Array, Array, Array],
-    given: tuple[Any, ...], wanted: Collection[str], whole: bool, name: _choice.Name | None,
+    given: tuple[Any, ...], wanted: Collection[str], name: _choice.Name | None,
 ) -> Grads:  # fmt: skip
     """Do what `backward` does, anew; ``name`` is that of the pass for the next time."""
     _need_slope(problem)
@@ -124,11 +121,11 @@ def _backward(
     wanted = {name for name in wanted if getattr(arguments, name) is not None}
     chosen, _ = _choice.choose(problem)
     with _arrays.quiet(xp):
-        mass = _mass(xp, problem, chosen, lse) if whole else None
+        mass = _mass(xp, problem, chosen, lse)
         if chosen == "kernels":
             grads, rows, run = _by_kernels(xp, problem, out, lse, grad_out, grad_lse, mass, wanted)
             if name is not None:
-                _choice.keep(name, problem, functools.partial(run, whole))
+                _choice.keep(name, problem, run)
         else:
             rows = _row_terms(xp, problem, out, lse, grad_out, grad_lse, mass)
             grads = _derivatives.backward(
@@ -160,14 +157,14 @@ def _by_kernels(
 
 
 def _again(
-    problem: Problem, run: Any, whole: bool, query: Array, key: Array, value: Array, out: Array,
-    lse: Array, grad_out: Array, grad_lse: Array | None,
+    problem: Problem, run: Any, query: Array, key: Array, value: Array, out: Array, lse: Array,
+    grad_out: Array, grad_lse: Array | None,
 ) -> Grads | None:  # fmt: skip
     """Run a kept backward pass of query, key and value; None where some lse is large."""
     from scaledot import _kernel_gradients  # loads Numba
 
     passed = _kernel_gradients.passed_of(problem, out, lse, grad_out, grad_lse, None)
-    if whole and _reference.is_large(np, passed.lse).any():
+    if _reference.is_large(np, passed.lse).any():
         return None
     grads = run(_kernel_gradients.Arrays(query, key, value, None, None), passed)
     return _like_arguments(_arrays.namespace(query), grads, Grads(query, key, value))
