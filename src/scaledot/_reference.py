@@ -17,7 +17,7 @@ import numpy as np
 from scaledot import _arrays, _checks, _masks, _scores
 from scaledot._errors import type_error
 from scaledot._spec import BLOCK_MASK, Problem, accumulation
-from scaledot._state import State, merged
+from scaledot._state import LARGE_LSE, State, merged
 from scaledot._typing import Array
 
 # What the array libraries say when an array is used as one truth value or one number.
@@ -26,10 +26,6 @@ BRANCHES = (
     "scalar index", "converted to an index", "to a Python scalar", "converted to Scalar",
     "only length-1 arrays", "can be converted to Python scalars", "traced array",
 )  # fmt: skip
-
-
-LARGE_LSE = 16.0
-"""Beyond it, weights ``exp(score - lse)`` are scaled to sum to 1: they are off by ``eps·|lse|``."""
 
 
 def dense(problem: Problem) -> State:

@@ -11,6 +11,9 @@ from scaledot import _arrays, _checks
 from scaledot._errors import type_error, value_error
 from scaledot._typing import Array
 
+LARGE_LSE = 16.0
+"""Beyond it, weights ``exp(score - lse)`` are scaled to sum to 1: they are off by ``eps·|lse|``."""
+
 
 class State(NamedTuple):
     """Attention over some of the keys.

@@ -28,8 +28,7 @@ from scaledot._kernels.pack import (
 )
 from scaledot._kernels.softmax import weigh_moved
 from scaledot._kernels.tile import EMPTY, end_key, first_key, multiply, multiply_more
-
-LARGE_LSE = 16.0  # as in `_reference`
+from scaledot._state import LARGE_LSE
 
 
 class Room(NamedTuple):
