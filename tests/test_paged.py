@@ -9,7 +9,7 @@ import pytest
 import naive
 from compare import EPS, as_float64, assert_close
 from conftest import Library
-from scaledot import _paged
+from scaledot import _page_kernels, _paged
 from scaledot._paged import paged_attention, paged_state
 from scaledot._spec import Options
 from test_attention import textbook_of
@@ -349,7 +349,8 @@ ERRORS = [
                          ids=[f"{case[1]}-{case[2]}" for case in ERRORS])  # fmt: skip
 def test_errors_before_a_page_is_read(error, must_hold, given, arguments, monkeypatch):
     paged_attention(**GIVEN)
-    monkeypatch.setattr(_paged, "_states", lambda *_: pytest.fail("pages were read"))
+    for module, name in ((_paged, "_folded"), (_page_kernels, "run")):
+        monkeypatch.setattr(module, name, lambda *_, **__: pytest.fail("pages were read"))
     raises(error, must_hold, given, paged_attention, **GIVEN | arguments)
 
 

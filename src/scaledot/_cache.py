@@ -6,13 +6,11 @@ from typing import Any, cast
 
 import numpy as np
 
-from scaledot import _arrays, _cache_checks, _checks, _reference
+from scaledot import _arrays, _cache_attention, _cache_checks, _checks
 from scaledot._attention import attention
 from scaledot._cache_memory import Memory
-from scaledot._chunks import attend_chunks
 from scaledot._errors import value_error
-from scaledot._spec import Options, resolve
-from scaledot._state import merge
+from scaledot._spec import Options
 from scaledot._typing import Array, ArrayT, Impl, MaskMod, ScoreMod
 
 VERSION = 1
@@ -273,25 +271,10 @@ class KVCache:
         if self.window is not None:
             left = self.window - 1 if left is None else min(left, self.window - 1)
             _cache_checks.kept(memory, q_offset, counts, left)
-        first = q_offset - (_checks.FARTHEST if left is None else left)
 
-        xp, wide = _arrays.namespace(query), query
-        dtype = cast(Any, query).dtype
-        if memory.is_int8:  # numbers are restored in the precision of the scores
-            dtype = _arrays.accumulation_dtype(xp, _arrays.dtype_name(query))
-            wide = xp.astype(query, dtype, copy=False)
-        no_key, no_value = (memory.read(part, range(0), dtype) for part in ("key", "value"))
-        # Checks all options before anything is restored.
-        problem = resolve(wide, no_key, no_value, Options(window=window, sinks=sinks, **options))
-        state = attend_chunks(
-            wide, memory.ring(dtype, mask, first), window=(left, right), **options
-        )
-        if self.num_sinks:
-            at_start = attend_chunks(wide, memory.sinks(dtype, mask), window=window, **options)
-            state = merge(at_start, state)
-        if problem.sinks is not None:
-            state = merge(state, _reference.keyless(xp, problem))
-        return cast(ArrayT, xp.astype(state.out, cast(Any, query).dtype, copy=False))
+        return cast(ArrayT, _cache_attention.over(
+            memory, query, Options(window=window, mask=mask, sinks=sinks, **options), (left, right)
+        ))  # fmt: skip
 
     def grow(self, capacity: int) -> None:
         """Make room for more tokens; what has been evicted stays so.

@@ -6,7 +6,7 @@ import importlib
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -21,6 +21,22 @@ SMALLEST_SCALE = 2.0**-126
 """The smallest normal number of float32: a scale below it would be rounded, or become 0."""
 PIECE = 1024
 """Tokens of int8 memory that are turned into numbers at a time."""
+
+
+class Stretch(NamedTuple):
+    """Slots of all entries, of which the first few hold tokens that follow each other."""
+
+    slots: range
+    offset: Any  # int64, () or (batch,): position of the first
+    length: Any  # likewise: how many hold tokens
+
+    def pieces(self) -> list[Stretch]:
+        """Shorter stretches, of `PIECE` slots."""
+        pieces = []
+        for i in range(0, len(self.slots), PIECE):
+            piece = self.slots[i : i + PIECE]
+            pieces.append(Stretch(piece, self.offset + i, np.clip(self.length - i, 0, len(piece))))
+        return pieces
 
 
 @dataclass
@@ -163,14 +179,13 @@ class Memory:
         }
         self.lengths, self.oldest = self.lengths[source], self.oldest[source]
 
-    def sinks(self, dtype: Any, mask: Array | None) -> Iterator[Chunk]:
-        """The sinks, at least one chunk."""
-        yield from self._chunks(
-            range(self.num_sinks), 0, np.minimum(self.lengths, self.num_sinks), 0, dtype, mask
-        )
+    def sinks(self) -> list[Stretch]:
+        """The sinks, at least one stretch."""
+        length = np.minimum(self.lengths, self.num_sinks)
+        return self._in_use([Stretch(range(self.num_sinks), np.asarray(0), length)], 0)
 
-    def ring(self, dtype: Any, mask: Array | None, first: Any) -> Iterator[Chunk]:
-        """All other tokens, at least one chunk, for queries that see none before ``first``.
+    def ring(self, first: Any) -> list[Stretch]:
+        """All other tokens, at least one stretch, for queries that see none before ``first``.
 
         In each entry the ring is two stretches: the present round, and what the round before
         left behind it. Where a round begins is an offset of each entry, so that both are the
@@ -182,29 +197,35 @@ class Memory:
         rounds = count // len(slots)
         offset = self.num_sinks + rounds * len(slots)
         before = np.where(rounds > 0, len(slots), 0)
-        if np.any(before):
-            yield from self._chunks(slots, offset - len(slots), before, first, dtype, mask)
-        yield from self._chunks(slots, offset, self.lengths - offset, first, dtype, mask)
+        present = np.maximum(self.lengths - offset, 0)
+        both = [Stretch(slots, offset - len(slots), before), Stretch(slots, offset, present)]
+        return self._in_use(both, first)
 
-    def _chunks(
-        self, slots: range, offset: Any, length: Any, first: Any, dtype: Any, mask: Array | None
+    def _in_use(self, stretches: list[Stretch], first: Any) -> list[Stretch]:
+        """Those of which some entry needs a token from ``first`` on."""
+        found = [
+            x for x in stretches if np.any((x.length > 0) & (x.offset + x.length > first))
+        ]
+        return found or [Stretch(range(0), np.asarray(0), np.asarray(0))]
+
+    def chunks(
+        self, stretches: list[Stretch], dtype: Any, mask: Array | None, first: Any
     ) -> Iterator[Chunk]:
-        """Chunks of these slots, of which the first ``length`` hold the tokens from ``offset`` on.
+        """Views of stretches of slots; of int8 memory numbers in ``dtype``, piece by piece.
 
-        They are views, except for int8. Of those, pieces that no entry needs are left out.
+        Pieces that no entry needs are left out.
         """
-        pieces = [slots]
         if self.is_int8:
-            pieces = [slots[i : i + PIECE] for i in range(0, len(slots), PIECE)]
-        chunks = []
-        for piece in pieces:
-            kv_offset = np.asarray(offset + piece.start - slots.start)
-            kv_len = np.clip(offset + length - kv_offset, 0, len(piece))
-            if np.any((kv_len > 0) & (kv_offset + kv_len > first)):
-                chunks.append((piece, kv_offset, kv_len))
-        for piece, kv_offset, kv_len in chunks or [(slots[:0], np.asarray(0), np.asarray(0))]:
-            key, value = (self.read(part, piece, dtype) for part in ("key", "value"))
+            stretches = self._in_use([p for x in stretches for p in x.pieces()], first)
+        for slots, kv_offset, kv_len in stretches:
+            key, value = (self.read(part, slots, dtype) for part in ("key", "value"))
             yield Chunk(key, value, kv_offset, kv_len, mask)
+
+    def codes(self, slots: range) -> list[Array]:
+        """Codes and scales in these slots of int8 memory, keys first; views."""
+        here = slice(slots.start, slots.stop)
+        parts = ("key", "key_scale", "value", "value_scale")
+        return [self.arrays[part][:, :, here] for part in parts]
 
     def read(self, part: str, slots: range, dtype: Any) -> Array:
         """Keys or values in these slots: a view, or numbers in ``dtype`` that int8 stands for."""

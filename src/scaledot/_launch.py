@@ -23,7 +23,7 @@ from scaledot._typing import Array
 NO_LIMIT = 2**62
 VOLATILE = (
     "address", "counter", "query", "key", "value", "mask", "bias", "out", "lse", "part_out",
-    "part_lse", "finished", "scratch", "status",
+    "part_lse", "finished", "workers", "scratch", "status",
 )  # fmt: skip
 """What differs between calls that are alike."""
 
@@ -82,7 +82,7 @@ def _record_format() -> tuple[struct.Struct, list[int], dict[str, int]]:
 _WHOLE = struct.Struct("".join("d" if CALL[name].kind == "f" else "q" for name in _NAMES))
 _FORMAT, _STARTS, _PIECE = _record_format()
 (_ADDRESS, _COUNTER, _QUERY, _KEY, _VALUE, _MASK, _BIAS, _OUT, _LSE, _PART_OUT, _PART_LSE,
- _FINISHED, _SCRATCH, _STATUS) = (_PIECE[name] for name in VOLATILE)  # fmt: skip
+ _FINISHED, _WORKERS, _SCRATCH, _STATUS) = (_PIECE[name] for name in VOLATILE)  # fmt: skip
 _COUNTERS = struct.Struct("qq")  # the next task, the status; written whole
 # All threads change the counter: nothing that they only read lies near.
 _COUNTERS_AT = CALL.itemsize + 128
@@ -136,6 +136,7 @@ def launch(
     record[_MASK], record[_BIAS], record[_LSE] = address(mask), address(bias), address(lse)
     record[_PART_OUT], record[_PART_LSE] = base + _PARTS_AT, base + lse_at
     record[_FINISHED], record[_SCRATCH] = base + finished_at, base + scratch_at
+    record[_WORKERS] = workers
     _FORMAT.pack_into(room, 0, *record)
     _COUNTERS.pack_into(room, _COUNTERS_AT, 0, 0)
     room[finished_at:scratch_at] = 0

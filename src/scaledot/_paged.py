@@ -7,15 +7,16 @@ from typing import Any, cast
 
 import numpy as np
 
-from scaledot import _arrays, _checks, _reference
+from scaledot import _arrays, _checks, _choice, _reference
 from scaledot._chunks import Chunk, attend_chunks
 from scaledot._errors import type_error, value_error
-from scaledot._spec import Options, resolve
+from scaledot._rules import derivative_rules
+from scaledot._spec import Options, Problem, resolve
 from scaledot._state import State, empty_state, merged
 from scaledot._typing import Array, ArrayT, Impl, Offsets
 
 SLICE = 1024
-"""Tokens in one part of the fold: no more, and the rest of two pages, are ever gathered."""
+"""Tokens in one part of the fold: no more, and the rest of two pages, are gathered at a time."""
 
 
 def paged_attention(
@@ -76,7 +77,11 @@ def paged_attention(
     -----
     Everything is checked before a page is read. What lies behind ``kv_len`` and in other pages
     cannot matter. The bits of a result depend on its own sequence alone, not on where the pages
-    lie, how large they are or who shares them. Extra memory is that of 1024 tokens and two pages.
+    lie, how large they are or who shares them.
+
+    Kernels find the pages themselves and gather nothing. With few queries, keys that sequences
+    share are read once for all of them, in parts of 1024 tokens (of long sequences: more). Other
+    implementations, and gradients of queries, fold over parts of 1024 tokens and gather each.
 
     References
     ----------
@@ -95,6 +100,7 @@ def paged_attention(
         query, key_pages, value_pages, page_table, kv_len,
         Options(causal=causal, window=window, scale=scale, softcap=softcap,
                 alibi_slopes=alibi_slopes, sinks=sinks, q_offset=q_offset, impl=impl),
+        rounded=True,
     )  # fmt: skip
     xp = _arrays.namespace(query)
     with _arrays.quiet(xp):
@@ -103,26 +109,42 @@ def paged_attention(
 
 def paged_state(
     query: Array, key_pages: Array, value_pages: Array, page_table: Any, kv_len: Any,
-    options: Options,
+    options: Options, *, rounded: bool = False,
 ) -> State:
-    """`paged_attention` before it is rounded, with its lse, sinks included."""
+    """`paged_attention` with its lse, sinks included, in the accumulation dtype.
+
+    With ``rounded``, ``out`` may come in the dtype of query, and then without lse.
+    """
     table, lengths, starts = _checked(query, key_pages, value_pages, page_table, kv_len, options)
     # A key without tokens lets the checks of `attention` see all that these calls have in common.
-    keys, values = (_tokens(x, table[:0, :0].ravel(), 0, 0) for x in (key_pages, value_pages))
-    problem = resolve(query, keys, values, options._replace(q_offset=0))
-    state = _states(query, key_pages, value_pages, table, lengths, starts, options)
+    xp = _arrays.namespace(query)
+    keys, values = (xp.permute_dims(x[:0, 0, ...], (1, 0, 2)) for x in (key_pages, value_pages))
+    known = options._replace(q_offset=0)
+    problem = resolve(query, keys, values, known)
+    if derivative_rules(query, keys, values, known) is None and _is_for_kernels(problem):
+        from scaledot import _page_kernels  # loads Numba
+
+        pages = _page_kernels.Pages(key_pages, value_pages, table, lengths, starts)
+        narrow = rounded and problem.sinks is None
+        state = _page_kernels.run(problem, pages, options, rounded=narrow)
+    else:
+        state = _folded(query, key_pages, value_pages, table, lengths, starts, options)
     if problem.sinks is None:
         return state
-    xp = _arrays.namespace(query)
     with _arrays.quiet(xp):
         return merged(xp, state, _reference.keyless(xp, problem))
 
 
-def _states(
+def _is_for_kernels(problem: Problem) -> bool:
+    """Whether the kernels are to find the pages themselves."""
+    return _choice.choose(problem)[0] == "kernels" and bool(problem.spec.lead[0])
+
+
+def _folded(
     query: Array, key_pages: Array, value_pages: Array, table: Any, lengths: Any, starts: Any,
     options: Options,
 ) -> State:
-    """Walk the pages of every sequence: its attention, without sinks.
+    """Attention of every sequence without sinks: a fold over parts that are gathered.
 
     ``table`` (batch, max_pages), ``lengths`` and ``starts`` (batch,), the position of the first
     query, are of NumPy and have been checked.
@@ -174,6 +196,8 @@ def _tokens(pages: Array, numbers: Any, begin: int, end: int) -> Array:
     used = numbers[first : -(-end // page_size)]
     if _is_one_piece(pages, used):
         here = pages[int(used[0]) : int(used[-1]) + 1, ...]
+    elif _arrays.library(pages) in ("numpy", "torch"):
+        here = pages[_arrays.like(pages, used)]  # take copies a pool that is not contiguous, whole
     else:
         here = xp.take(pages, _arrays.like(pages, used), axis=0)
     tokens = xp.reshape(here, (len(used) * page_size, *pages.shape[2:]))

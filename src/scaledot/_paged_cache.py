@@ -50,13 +50,6 @@ class PagedKVCache:
     like : array, optional
         The pool belongs to its library, NumPy or PyTorch, and lies on its device.
 
-    Attributes
-    ----------
-    key_pages : array, shape (num_pages, page_size, num_kv_heads, d_k)
-        The pool, as `paged_attention` takes it.
-    value_pages : array, shape (num_pages, page_size, num_kv_heads, d_v)
-        The pool of values.
-
     Raises
     ------
     TypeError, ValueError
@@ -100,13 +93,25 @@ class PagedKVCache:
         for name, size in zip(names, sizes, strict=True):
             if size < 1:
                 raise value_error(f"{name} must be at least 1", size, "Pass a positive int.")
-        *front, d_k, d_v = sizes
-        self.key_pages = _zeros((*front, d_k), dtype, like)
-        self.value_pages = _zeros((*front, d_v), dtype, like)
+        num_pages, page_size, num_kv_heads, d_k, d_v = sizes
+        # The tokens of a page lie together for each head: that is how a head reads them.
+        front = (num_pages, num_kv_heads, page_size)
+        self._key = _zeros((*front, d_k), dtype, like)
+        self._value = _zeros((*front, d_v), dtype, like)
         self._sequences: dict[int, _Sequence] = {}
         self._next_id = 0
-        self._references = [0] * front[0]
-        self._free = list(reversed(range(front[0])))  # the last one is taken first
+        self._references = [0] * num_pages
+        self._free = list(reversed(range(num_pages)))  # the last one is taken first
+
+    @property
+    def key_pages(self) -> Array:
+        """The pool of keys, (num_pages, page_size, num_kv_heads, d_k), for `paged_attention`."""
+        return _tokens_first(self._key)
+
+    @property
+    def value_pages(self) -> Array:
+        """The pool of values, (num_pages, page_size, num_kv_heads, d_v)."""
+        return _tokens_first(self._value)
 
     @property
     def num_free(self) -> int:
@@ -397,6 +402,11 @@ def _up_to(most: int, name: str, given: Any, count: int) -> Any:
             "They count from the first token.",
         )
     return known
+
+
+def _tokens_first(memory: Array) -> Array:
+    """View with the axis of tokens before that of heads."""
+    return _arrays.namespace(memory).permute_dims(memory, (0, 2, 1, 3))
 
 
 def _zeros(shape: tuple[int, ...], dtype: Any, like: Array | None) -> Array:

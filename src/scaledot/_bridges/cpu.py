@@ -63,7 +63,7 @@ def plan(spec: Spec) -> Plan:
             "float16": decode.decode_half,
             "bfloat16": decode.decode_pairs if HOST.bf16 else decode.decode_brain,
         }[spec.dtype]  # fmt: skip
-        parts = max(1, -(-spec.len_kv // room.part_length(spec.len_kv)))
+        parts = room.num_parts(spec.len_kv)
         scratch = room.room_bytes(*shape, spec.group_size * spec.len_q)
         return Plan(kernel, vectors, entries * spec.num_kv_heads * parts, scratch, parts)
     blocks = -(-spec.len_q // block_q(vectors.lanes, spec.len_kv))
@@ -128,12 +128,16 @@ def _item(spec: Spec, numbers: Any) -> tuple[int, int]:
 def prepared(
     problem: Problem, chosen: Plan, out: Memory, numbers: Any, **own: Any
 ) -> Prepared:
-    """Fill a record in; ``own`` are arrays to be used instead of those that follow from shapes."""
+    """Fill a record in; ``own`` are arrays and numbers instead of those that follow from shapes."""
     spec = problem.spec
-    arrays = {**option_arrays(problem, out), **own}
-    known = fields_of(problem, out)
+    arrays = option_arrays(problem, out)
+    arrays |= {name: x for name, x in own.items() if isinstance(x, np.ndarray)}
+    known = {
+        **fields_of(problem, out), "scratch_bytes": chosen.scratch, "parts": chosen.parts,
+        "most_rows": spec.group_size * spec.len_q,
+        **{name: x for name, x in own.items() if name not in arrays},
+    }  # fmt: skip
     keep = laid_out(arrays, known)
-    known["scratch_bytes"] = chosen.scratch
     work = math.prod(spec.scores_shape) * (spec.d_k + spec.d_v)
     keep += add_mods(problem, known)
     known |= option_functions(known, chosen.vectors)

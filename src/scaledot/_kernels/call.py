@@ -26,6 +26,11 @@ INTEGERS = (
     "query", "q_places", "q_row", "q_column",  # places: int64 per pair, from the address `query`
     "key", "k_places", "k_row", "k_column",  # per entry and key head
     "value", "v_places", "v_row", "v_column",
+    "page_table",  # int64 (entries, pages_of_entry): tokens lie in pages, places count from page 0
+    "page_size", "pages_of_entry",
+    "k_page", "v_page",  # steps from page to page
+    "k_scales", "k_scale_places", "k_scale_row",  # float32 of each token, of eight-bit codes
+    "v_scales", "v_scale_places", "v_scale_row",
     "mask", "mask_places", "mask_row", "mask_column",
     "bias", "bias_places", "bias_row", "bias_column", "bias_dtype",
     "segment_q", "segment_kv",  # int64 (entries, len)
@@ -41,7 +46,11 @@ INTEGERS = (
     "num_classes",
     "out", "out_places", "out_row",  # d_v is without gaps
     "lse",  # (pairs, len_q) of float32 or float64, or 0
-    "part_out", "part_lse", "finished",  # of the parts of the keys, and how many are done
+    "parts",  # of the keys, at most
+    "part_out", "part_lse", "finished",  # of the parts, and how many are done
+    "most_rows",  # of a task with few queries
+    "shares", "num_shares",  # int64 (.., 5): keys start..stop, their part, for members first..end
+    "entry_parts",  # int64 per entry: its parts, where there are shares
     # Of the backward pass; arrays of the kind's numbers are contiguous where nothing else is said.
     "grad_out", "grad_places", "grad_row", "grad_column", "grad_dtype",
     "delta",  # (pairs, len_q)
@@ -63,7 +72,7 @@ INTEGERS = (
     "move", "bend",  # of `options`
     "weighs",  # 1: the sums of weights are asked for, not those of tangents
     "row_tangent", "row_mean",  # (pairs, len_q): tangent of lse; mean of what is weighed
-    "scratch", "scratch_bytes",  # of each worker
+    "workers", "scratch", "scratch_bytes",  # of each worker
     "status",  # int64: what went wrong
 )  # fmt: skip
 FLOATS = ("scale", "softcap", "kept_scale")  # softcap 0: none

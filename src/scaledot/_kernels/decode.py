@@ -16,21 +16,18 @@ from scaledot._kernels.jit import inlined, kernel, separate
 from scaledot._kernels.kinds import (
     BLOCK_KV,
     Brain,
+    Codes,
     Double,
     Half,
     Pairs,
     Single,
-    bytes_at,
     halves_at,
     has_pairs,
-    highest_bits,
     item,
     lanes,
-    longs_at,
     number,
     numbers,
     size,
-    words_at,
 )
 from scaledot._kernels.pack import (
     fetch_add,
@@ -41,20 +38,17 @@ from scaledot._kernels.pack import (
     row_to_numbers,
     transpose,
 )
-from scaledot._kernels.room import length_of_part, num_parts, padded, take_room
-from scaledot._kernels.rows import (
-    COLUMNS,
-    dots_1,
-    dots_4,
-    mix_1,
-    mix_1_rest,
-    mix_2,
-    mix_2_rest,
-    row_max,
-    row_pairs,
-    row_scale,
-    row_weigh,
+from scaledot._kernels.products import add_values, score_rows
+from scaledot._kernels.room import (
+    Share,
+    entry_of,
+    length_of_part,
+    padded,
+    pair_of,
+    parts_of,
+    take_room,
 )
+from scaledot._kernels.rows import row_max, row_pairs, row_scale, row_weigh
 from scaledot._kernels.target import HOST
 from scaledot._kernels.tile import (
     EMPTY,
@@ -67,9 +61,19 @@ from scaledot._kernels.tile import (
     hide_unseen,
     hides,
 )
+from scaledot._kernels.tokens import (
+    clear_odd,
+    copy_rows,
+    find_tokens,
+    gather_scales,
+    point_at,
+    scale_scores,
+    scale_weights,
+)
 
 INF = math.inf
 NR = HOST.nr
+CACHE = 2**20  # bytes of keys and values that are likely to be in a cache already
 FEW = 8  # queries of a head up to which this kernel is the faster
 
 
@@ -79,13 +83,11 @@ def few(lane: int) -> int:
 
 
 @separate
-def load_queries(kind, call, room, key_pair):  # type: ignore[no-untyped-def]
-    """Queries of all heads that share a key head, rows padded with zeros."""
-    heads, group = call.num_heads, call.group_size
-    entry, key_head = key_pair // (heads // group), key_pair % (heads // group)
+def load_queries(kind, call, room, share):  # type: ignore[no-untyped-def]
+    """Queries of all rows of a task, padded with zeros."""
     depth = padded(kind, call.d_k)
-    for r in range(group * call.len_q):
-        pair = entry * heads + key_head * group + r // call.len_q
+    for r in range(share.members * call.group_size * call.len_q):
+        pair = pair_of(call, share, r)
         source = call.query + load_int64(call.q_places + 8 * pair) + r % call.len_q * call.q_row
         if has_pairs(kind):
             target = room.q + 2 * r * depth
@@ -95,84 +97,6 @@ def load_queries(kind, call, room, key_pair):  # type: ignore[no-untyped-def]
             target = room.q + size(kind) * r * depth
             row_to_numbers(kind, source, call.q_column, call.d_k, call.dtype, target)
             numbers(kind, target, depth)[call.d_k :] = 0
-
-
-@separate
-def copy_rows(kind, source, row_stride, stride, count, d, step, target):  # type: ignore[no-untyped-def]
-    """Rows (count, d) as they lie to ``target`` (BLOCK_KV, step), padded with zeros."""
-    for j in range(BLOCK_KV):
-        place, valid = target + item(kind) * j * step, d if j < count else 0
-        if item(kind) == 2:
-            row = halves_at(place, step)
-            if stride == 2:
-                given = halves_at(source + j * row_stride, valid)
-                for i in range(valid):
-                    row[i] = given[i]
-            else:
-                for i in range(valid):
-                    row[i] = halves_at(source + j * row_stride + i * stride, 1)[0]
-            row[valid:] = 0
-        else:
-            row_to_numbers(
-                kind, source + j * row_stride, stride, valid, call_dtype(kind), place
-            )
-            numbers(kind, place, step)[valid:] = 0
-
-
-@inlined
-def call_dtype(kind):  # type: ignore[no-untyped-def]
-    """Code of the dtype of arrays that are read in place, of 4 or 8 bytes."""
-    return 3 if size(kind) == 8 else 0
-
-
-@separate
-def clear_odd(kind, values, step, count, d, odd):  # type: ignore[no-untyped-def]
-    """Set nan and infinities of copied values to 0 and mark their keys; return their number."""
-    marks, found = bytes_at(odd, BLOCK_KV), 0
-    top = highest_bits(kind)
-    for j in range(count):
-        marks[j] = 0
-        place = values + item(kind) * j * step
-        for i in range(d):
-            if item(kind) == 2:
-                bits = np.int64(halves_at(place, step)[i])
-            elif item(kind) == 4:
-                bits = np.int64(words_at(place, step)[i])
-            else:
-                bits = longs_at(place, step)[i]
-            if (bits & top) == top:
-                marks[j] = 1
-                if item(kind) == 2:
-                    halves_at(place, step)[i] = 0
-                else:
-                    numbers(kind, place, step)[i] = 0
-        found += marks[j]
-    return found
-
-
-@separate
-def score_rows(kind, call, room, rows, keys, k_row, count):  # type: ignore[no-untyped-def]
-    """Scores of all rows for ``count`` keys, rounded up to full vectors."""
-    depth, queries = padded(kind, call.d_k), max(1, min(4, lanes(kind) // 2))
-    halved = 1 + has_pairs(kind)  # elements are pairs of two numbers
-    bytes_of_row = size(kind) * depth // halved
-    scale, r = number(kind, call.scale), 0
-    for j in range(0, count, lanes(kind)):
-        r = 0
-        while r + queries <= rows:
-            for part in range(0, lanes(kind), lanes(kind) // queries):
-                dots_4(
-                    kind, room.q + r * bytes_of_row, depth // halved, keys + (j + part) * k_row,
-                    k_row, depth // halved,
-                    room.scores + size(kind) * (r * BLOCK_KV + j + part), BLOCK_KV, scale,
-                )  # fmt: skip
-            r += queries
-        while r < rows:
-            dots_1(
-                kind, room.q + r * bytes_of_row, depth // halved, keys + j * k_row, k_row,
-                depth // halved, room.scores + size(kind) * (r * BLOCK_KV + j), BLOCK_KV, scale,
-            )  # fmt: skip
-            r += 1
 
 
 @separate
@@ -237,38 +161,12 @@ def weigh_row(kind, room, r, end):  # type: ignore[no-untyped-def]
 
 
 @separate
-def add_values(kind, call, room, rows, values, v_row, depth):  # type: ignore[no-untyped-def]
-    """Acc = acc · factor + weights · values over ``depth`` keys (even, for `Pairs`)."""
-    width, wide, halved = padded(kind, call.d_v), COLUMNS * lanes(kind), 1 + has_pairs(kind)
-    weights = room.pairs if has_pairs(kind) else room.scores
-    step, r = BLOCK_KV // halved, 0  # elements from row to row
-    while r < rows:
-        some = 2 if r + 2 <= rows else 1
-        w, factor = weights + size(kind) * r * step, room.factor + size(kind) * r
-        c = 0
-        while c < width:
-            acc, v = room.acc + size(kind) * (r * width + c), values + item(kind) * c
-            whole = c + wide <= width
-            if some == 1 and whole:
-                mix_1(kind, w, step, v, v_row, depth // halved, acc, width, factor)
-            elif some == 1:
-                mix_1_rest(kind, w, step, v, v_row, depth // halved, acc, width, factor)
-            elif whole:
-                mix_2(kind, w, step, v, v_row, depth // halved, acc, width, factor)
-            else:
-                mix_2_rest(kind, w, step, v, v_row, depth // halved, acc, width, factor)
-            c += wide if whole else 2 * lanes(kind)
-        r += some
-
-
-@separate
-def note_odd(kind, call, room, key_pair, rows, tile, low, high):  # type: ignore[no-untyped-def]
+def note_odd(kind, call, room, rows, low, high):  # type: ignore[no-untyped-def]
     """Bring the nan and infinite values of keys low..high to the rows that see them."""
     width, value = padded(kind, call.d_v), numbers(kind, room.rest, call.d_v)
     for j in range(low, high):
         if load_byte(room.odd + j):
-            source = call.value + load_int64(call.v_places + 8 * key_pair)
-            source += (tile + j) * call.v_row
+            source = load_int64(room.value_rows + 8 * j)
             row_to_numbers(kind, source, call.v_column, call.d_v, call.dtype, room.rest)
             for r in range(rows):
                 if numbers(kind, room.scores + size(kind) * r * BLOCK_KV, BLOCK_KV)[j] != -INF:
@@ -279,60 +177,115 @@ def note_odd(kind, call, room, key_pair, rows, tile, low, high):  # type: ignore
 
 
 @separate
-def decode_tile(kind, call, room, key_pair, tile, low, high, careful):  # type: ignore[no-untyped-def]
-    """Keys low..high of a tile for all rows of a group."""
-    group, rows, lane = call.group_size, call.group_size * call.len_q, lanes(kind)
-    entry = key_pair // (call.num_heads // group)
-    first_pair = entry * call.num_heads + key_pair % (call.num_heads // group) * group
-    k_source = call.key + load_int64(call.k_places + 8 * key_pair) + tile * call.k_row
-    v_source = call.value + load_int64(call.v_places + 8 * key_pair) + tile * call.v_row
-    count, end = min(BLOCK_KV, call.len_kv - tile), min(BLOCK_KV, -(-high // (2 * lane)) * 2 * lane)
-    keys, k_row = k_source, call.k_row
-    if call.k_column != item(kind) or call.d_k != padded(kind, call.d_k) or count < end:
-        depth = padded(kind, call.d_k)
-        copy_rows(kind, k_source, call.k_row, call.k_column, count, call.d_k, depth, room.keys)
-        keys, k_row = room.keys, item(kind) * depth
-    score_rows(kind, call, room, rows, keys, k_row, end)
+def find_tile(kind, call, room, share, tile, count, place):  # type: ignore[no-untyped-def]
+    """Find the keys and values of ``count`` tokens from a tile on, as tile ``place`` of two."""
+    entry, key_heads = entry_of(call, share, 0), call.num_heads // call.group_size
+    at, goal = 8 * (entry * key_heads + share.key_head), 8 * BLOCK_KV * place
+    key = call.key + load_int64(call.k_places + at)
+    find_tokens(
+        call, entry, key, call.k_page, call.k_row, tile, count, room.nothing, room.key_rows + goal
+    )
+    value = call.value + load_int64(call.v_places + at)
+    find_tokens(
+        call, entry, value, call.v_page, call.v_row, tile, count, room.nothing,
+        room.value_rows + goal,
+    )  # fmt: skip
+    if item(kind) == 1 and place == 0:
+        scales, step = call.k_scales + load_int64(call.k_scale_places + at), call.k_scale_row
+        gather_scales(kind, scales + tile * step, step, count, room.key_scales)
+        scales, step = call.v_scales + load_int64(call.v_scale_places + at), call.v_scale_row
+        gather_scales(kind, scales + tile * step, step, count, room.value_scales)
+
+
+@separate
+def copy_values(kind, call, room, rows, low, high, count, careful):  # type: ignore[no-untyped-def]
+    """Copy the values of a tile; if ``careful``, without nan and infinities, which are noted."""
+    width = padded(kind, call.d_v)
+    copy_rows(kind, room.value_rows, call.v_column, count, call.d_v, width, room.values)
+    if careful and clear_odd(kind, room.values, width, count, call.d_v, room.odd):
+        note_odd(kind, call, room, rows, low, high)
+    point_at(room.values, item(kind) * width, count, room.value_rows)
+
+
+@separate
+def decode_tile(kind, call, room, share, tile, low, high, valid, cold, careful):  # type: ignore[no-untyped-def]
+    """Keys low..high of a tile for all rows of a task; those beyond ``valid`` are as zeros."""
+    of_head, lane, depth = call.len_q, lanes(kind), padded(kind, call.d_k)
+    of_member = call.group_size * of_head
+    rows = share.members * of_member
+    end = min(BLOCK_KV, -(-high // (2 * lane)) * 2 * lane)
+    count = min(valid, end)
+    find_tile(kind, call, room, share, tile, count, 0)
+    if call.k_column != item(kind) or call.d_k != depth:
+        copy_rows(kind, room.key_rows, call.k_column, count, call.d_k, depth, room.keys)
+        point_at(room.keys, item(kind) * depth, count, room.key_rows)
+    score_rows(kind, call, room, rows, end, cold)
+    if item(kind) == 1:
+        for r in range(rows):
+            scores = room.scores + size(kind) * r * BLOCK_KV
+            scale_scores(kind, scores, room.key_scales, end)
     if adjusts(call) or hides(call):
-        for h in range(group):
-            apply_options(
-                kind, call, room, first_pair + h, h * call.len_q, tile, low, high
-            )
+        for r in range(0, rows, of_head):
+            apply_options(kind, call, room, pair_of(call, share, r), r, tile, low, high)
     for r in range(rows):
         scores = room.scores + size(kind) * r * BLOCK_KV
-        hide_row(kind, call, entry, r % call.len_q, tile, end, scores)
-    values, v_row, width = v_source, call.v_row, padded(kind, call.d_v)
-    if careful or call.v_column != item(kind) or call.d_v != width or count < end:
-        copy_rows(kind, v_source, call.v_row, call.v_column, count, call.d_v, width, room.values)
-        values, v_row = room.values, item(kind) * width
-        if careful and clear_odd(kind, values, width, count, call.d_v, room.odd):
-            note_odd(kind, call, room, key_pair, rows, tile, low, high)
+        entry = entry_of(call, share, r // of_member)
+        hide_row(kind, call, entry, r % of_head, tile, end, scores)
+    if careful or call.v_column != item(kind) or call.d_v != padded(kind, call.d_v):
+        copy_values(kind, call, room, rows, low, high, count, careful)
     for r in range(rows):
+        weights = room.scores + size(kind) * r * BLOCK_KV
         weigh_row(kind, room, r, end)
         if call.threshold:
-            weights = room.scores + size(kind) * r * BLOCK_KV
-            pair = first_pair + r // call.len_q
-            ask(call.drop, call.address, pair, r % call.len_q, tile, end, 0, weights, 0)
+            pair = pair_of(call, share, r)
+            ask(call.drop, call.address, pair, r % of_head, tile, end, 0, weights, 0)
             row_pairs(kind, weights, end, room.pairs + 2 * r * BLOCK_KV)
-    add_values(kind, call, room, rows, values, v_row, end)
+        if item(kind) == 1:
+            scale_weights(kind, weights, room.value_scales, end)
+    add_values(kind, call, room, rows, end, cold)
 
 
 @inlined
-def decode_keys(kind, call, room, key_pair, start, stop, careful):  # type: ignore[no-untyped-def]
-    """Keys start..stop for all rows of a group, from nothing."""
-    rows, width = call.group_size * call.len_q, padded(kind, call.d_v)
-    entry = key_pair // (call.num_heads // call.group_size)
+def bounds(call, share, start, stop):  # type: ignore[no-untyped-def]
+    """First and end of the keys of start..stop that any row of a task sees, and of those there are.
+
+    The last number counts from key 0.
+    """
+    low, high, valid = stop, start, np.int64(0)
+    for member in range(share.members):
+        entry = entry_of(call, share, member)
+        low = min(low, first_key(call, entry, 0))
+        high = max(high, end_key(call, entry, call.len_q - 1))
+        valid = max(valid, load_int64(call.kv_count + 8 * entry))
+    return max(start, low), min(stop, high), valid
+
+
+@inlined
+def decode_keys(kind, call, room, share, start, stop, coming, begin, end, careful):  # type: ignore[no-untyped-def]
+    """Keys start..stop for all rows of a task, from nothing.
+
+    ``coming`` is a task that is to follow: its first keys, of begin..end, are asked for.
+    """
+    rows, width = share.members * call.group_size * call.len_q, padded(kind, call.d_v)
     numbers(kind, room.row_max, rows)[:] = -INF
     numbers(kind, room.row_sum, rows)[:] = 0
     numbers(kind, room.acc, rows * width)[:] = 0
     if careful:
         numbers(kind, room.odd_acc, rows * width)[:] = 0
-    low = max(start, first_key(call, entry, 0))
-    high = min(stop, end_key(call, entry, call.len_q - 1))
+    low, high, valid = bounds(call, share, start, stop)
+    held = call.num_entries * (call.num_heads // call.group_size) * valid
+    cold = held * (call.d_k + call.d_v) * item(kind) > CACHE
     for tile in range(low // BLOCK_KV * BLOCK_KV, high, BLOCK_KV):
+        following = tile + BLOCK_KV
+        if cold and following < high:
+            find_tile(kind, call, room, share, following, min(BLOCK_KV, high - following), 1)
+        elif cold:
+            first, last, _ = bounds(call, coming, begin, end)
+            first = first // BLOCK_KV * BLOCK_KV
+            find_tile(kind, call, room, coming, first, clip(last - first, 0, BLOCK_KV), 1)
         decode_tile(
-            kind, call, room, key_pair, tile, max(low - tile, 0), min(high - tile, BLOCK_KV),
-            careful,
+            kind, call, room, share, tile, max(low - tile, 0), min(high - tile, BLOCK_KV),
+            valid - tile, cold, careful,
         )  # fmt: skip
 
 
@@ -355,12 +308,10 @@ def write_row(kind, call, pair, row, values, lse):  # type: ignore[no-untyped-de
 
 
 @separate
-def finish_part(kind, call, room, key_pair, part, careful):  # type: ignore[no-untyped-def]
+def finish_part(kind, call, room, share, careful):  # type: ignore[no-untyped-def]
     """Divide by the sums; write the rows, or the part's share of them."""
-    width, parts = padded(kind, call.d_v), num_parts(call)
-    group, key_heads = call.group_size, call.num_heads // call.group_size
-    first_pair = key_pair // key_heads * call.num_heads + key_pair % key_heads * group
-    for r in range(group * call.len_q):
+    width = padded(kind, call.d_v)
+    for r in range(share.members * call.group_size * call.len_q):
         total = numbers(kind, room.row_sum, r + 1)[r]
         top = numbers(kind, room.row_max, r + 1)[r]
         acc = room.acc + size(kind) * r * width
@@ -371,11 +322,11 @@ def finish_part(kind, call, room, key_pair, part, careful):  # type: ignore[no-u
         if careful:
             line, odd = numbers(kind, acc, width), room.odd_acc + size(kind) * r * width
             line += numbers(kind, odd, width)
-        pair, row = first_pair + r // call.len_q, r % call.len_q
-        if parts == 1:
+        pair, row = pair_of(call, share, r), r % call.len_q
+        if call.parts == 1:
             write_row(kind, call, pair, row, acc, lse)
         else:
-            place = (pair * parts + part) * call.len_q + row
+            place = (pair * call.parts + share.part) * call.len_q + row
             numbers(kind, call.part_lse + size(kind) * place, 1)[0] = lse
             given = numbers(kind, acc, call.d_v)
             target = numbers(kind, call.part_out + size(kind) * place * call.d_v, call.d_v)
@@ -383,14 +334,14 @@ def finish_part(kind, call, room, key_pair, part, careful):  # type: ignore[no-u
 
 
 @separate
-def merge_parts(kind, call, room, key_pair):  # type: ignore[no-untyped-def]
+def merge_parts(kind, call, room, entry, key_head):  # type: ignore[no-untyped-def]
     """Merge the parts of all rows of a group, in order (the algebra of `_state.merge`)."""
-    parts, group = num_parts(call), call.group_size
-    key_heads, total = call.num_heads // group, numbers(kind, room.acc, call.d_v)
-    first_pair = key_pair // key_heads * call.num_heads + key_pair % key_heads * group
+    parts, group = parts_of(call, entry), call.group_size
+    total = numbers(kind, room.acc, call.d_v)
+    first_pair = entry * call.num_heads + key_head * group
     for r in range(group * call.len_q):
         pair, row = first_pair + r // call.len_q, r % call.len_q
-        place, step = pair * parts * call.len_q + row, call.len_q
+        place, step = pair * call.parts * call.len_q + row, call.len_q
         top = number(kind, -INF)
         for p in range(parts):
             top = max(top, numbers(kind, call.part_lse + size(kind) * (place + p * step), 1)[0])
@@ -411,27 +362,49 @@ def merge_parts(kind, call, room, key_pair):  # type: ignore[no-untyped-def]
 
 
 @inlined
+def share_of(call, task):  # type: ignore[no-untyped-def]
+    """Task number ``task``, and the first and the end of its keys."""
+    key_heads = call.num_heads // call.group_size
+    if call.shares:
+        place = call.shares + 40 * (task // key_heads)
+        first, end = load_int64(place + 24), load_int64(place + 32)
+        share = Share(first, end - first, task % key_heads, load_int64(place + 16))
+        return share, load_int64(place), load_int64(place + 8)
+    key_pair, part = task // call.parts, task % call.parts
+    share = Share(key_pair // key_heads, 1, key_pair % key_heads, part)
+    length = length_of_part(call.len_kv)
+    return share, part * length, min(call.len_kv, (part + 1) * length)
+
+
+@inlined
 def decode(kind, address, worker, budget):  # type: ignore[no-untyped-def]
     """Take parts of key heads from the shared counter until none is left."""
     call = read(address)
     room = take_room(kind, call, worker)
-    parts, length = num_parts(call), length_of_part(call.len_kv)
-    num_key_pairs = call.num_entries * (call.num_heads // call.group_size)
-    rows, width = call.group_size * call.len_q, padded(kind, call.d_v)
+    key_heads = call.num_heads // call.group_size
+    tasks = call.num_entries * call.parts
+    if call.shares:
+        tasks = call.num_shares
+    width = padded(kind, call.d_v)
+    numbers(kind, room.nothing, max(width, padded(kind, call.d_k)))[:] = 0
     while budget > 0:
         task = fetch_add(call.counter, 1)
-        if task >= num_key_pairs * parts:
+        if task >= tasks * key_heads:
             return 0
-        key_pair, part = task // parts, task % parts
-        start, stop = part * length, min(call.len_kv, (part + 1) * length)
-        load_queries(kind, call, room, key_pair)
-        decode_keys(kind, call, room, key_pair, start, stop, False)
-        careful = not is_finite(kind, room.acc, rows * width)
+        share, start, stop = share_of(call, task)
+        coming, begin, end = share_of(call, min(task + call.workers, tasks * key_heads - 1))
+        rows = share.members * call.group_size * call.len_q
+        load_queries(kind, call, room, share)
+        decode_keys(kind, call, room, share, start, stop, coming, begin, end, False)
+        careful = item(kind) != 1 and not is_finite(kind, room.acc, rows * width)
         if careful:  # values that are nan or infinite: those that are not seen must not matter
-            decode_keys(kind, call, room, key_pair, start, stop, True)
-        finish_part(kind, call, room, key_pair, part, careful)
-        if parts > 1 and add_shared(call.finished + 8 * key_pair, 1) == parts - 1:
-            merge_parts(kind, call, room, key_pair)
+            decode_keys(kind, call, room, share, start, stop, coming, begin, end, True)
+        finish_part(kind, call, room, share, careful)
+        for member in range(share.members if call.parts > 1 else 0):
+            entry = entry_of(call, share, member)
+            done = add_shared(call.finished + 8 * (entry * key_heads + share.key_head), 1)
+            if done == parts_of(call, entry) - 1:
+                merge_parts(kind, call, room, entry, share.key_head)
         budget -= rows * max(1, stop - start) * (call.d_k + call.d_v + 1)
     return 1
 
@@ -458,6 +431,12 @@ def decode_pairs(call, worker, budget):  # type: ignore[no-untyped-def]
 def decode_half(call, worker, budget):  # type: ignore[no-untyped-def]
     """Few queries, arrays of float16."""
     return decode(Half(0), call, worker, budget)
+
+
+@kernel
+def decode_codes(call, worker, budget):  # type: ignore[no-untyped-def]
+    """Few queries, arrays of eight-bit codes."""
+    return decode(Codes(0), call, worker, budget)
 
 
 @kernel

@@ -55,6 +55,7 @@ from scaledot._kernels.tile import (
     hide_unseen,
     multiply,
 )
+from scaledot._kernels.tokens import run_of_tokens, token_place
 
 MR, NR = HOST.mr, HOST.nr
 INF = math.inf
@@ -127,7 +128,8 @@ def add_odd(kind, call, scratch, key_pair, sub, count, tile, low, high):  # type
     for j in range(low, high):
         if load_byte(scratch.odd + j):
             source = call.value + load_int64(call.v_places + 8 * key_pair)
-            source += (tile + j) * call.v_row
+            entry = key_pair // (call.num_heads // call.group_size)
+            source += token_place(call, entry, tile + j, call.v_page, call.v_row)
             row_to_numbers(kind, source, call.v_column, call.d_v, call.dtype, scratch.rows)
             scores = numbers(kind, scratch.scores + size(kind) * j * span, span)
             for i in range(count):
@@ -212,34 +214,57 @@ def pairs_in_place(kind, call, count):  # type: ignore[no-untyped-def]
     )  # fmt: skip
 
 
+@inlined
+def valid_keys(call, entry, tile):  # type: ignore[no-untyped-def]
+    """Keys of a tile that an entry has."""
+    return min(BLOCK_KV, load_int64(call.kv_count + 8 * entry) - tile)
+
+
 @separate
 def load_keys(kind, call, key_pair, tile, target):  # type: ignore[no-untyped-def]
     """Address of a tile's keys and numbers from row to row: in place, or converted."""
-    count = min(BLOCK_KV, call.len_kv - tile)
-    source = call.key + load_int64(call.k_places + 8 * key_pair) + tile * call.k_row
-    if in_place(kind, call, call.k_row, call.k_column, count) or pairs_in_place(kind, call, count):
-        return source, call.k_row // size(kind)
-    depth = depth_of(kind, call)
-    fill_rows(
-        kind, source, call.k_row, call.k_column, call.dtype, count, call.d_k,
-        -(-count // MR) * MR, depth, target,
-    )  # fmt: skip
+    entry = key_pair // (call.num_heads // call.group_size)
+    base, count = call.key + load_int64(call.k_places + 8 * key_pair), valid_keys(call, entry, tile)
+    place, step, some = run_of_tokens(call, entry, tile, count, call.k_page, call.k_row)
+    direct = in_place(kind, call, step, call.k_column, count) or pairs_in_place(kind, call, count)
+    if direct and some == count:
+        return base + place, step // size(kind)
+    j, depth = 0, depth_of(kind, call)
+    while j < count:
+        place, step, some = run_of_tokens(
+            call, entry, tile + j, count - j, call.k_page, call.k_row
+        )
+        rows = some if j + some < count else -(-count // MR) * MR - j
+        fill_rows(
+            kind, base + place, step, call.k_column, call.dtype, some, call.d_k, rows, depth,
+            target + size(kind) * j * depth,
+        )  # fmt: skip
+        j += some
     return target, depth
 
 
 @separate
 def load_values(kind, call, scratch, key_pair, tile):  # type: ignore[no-untyped-def]
     """Address of a tile's values, numbers from row to row, and how many rows are odd."""
-    count = min(BLOCK_KV, call.len_kv - tile)
-    source = call.value + load_int64(call.v_places + 8 * key_pair) + tile * call.v_row
-    width = width_of(kind, call)
-    plain = in_place(kind, call, call.v_row, call.v_column, count) and call.d_v == width
-    if plain and all_finite(kind, source, call.v_row, count, width):
-        return source, call.v_row // size(kind), 0
-    odd = fill_values(
-        kind, source, call.v_row, call.v_column, call.dtype, count, -(-count // MR) * MR,
-        call.d_v, width, scratch.values, scratch.odd, scratch.rows,
-    )  # fmt: skip
+    entry, width = key_pair // (call.num_heads // call.group_size), width_of(kind, call)
+    base = call.value + load_int64(call.v_places + 8 * key_pair)
+    count = valid_keys(call, entry, tile)
+    place, step, some = run_of_tokens(call, entry, tile, count, call.v_page, call.v_row)
+    plain = in_place(kind, call, step, call.v_column, count) and call.d_v == width
+    if plain and some == count and all_finite(kind, base + place, step, count, width):
+        return base + place, step // size(kind), 0
+    j, odd = 0, 0
+    while j < count:
+        place, step, some = run_of_tokens(
+            call, entry, tile + j, count - j, call.v_page, call.v_row
+        )
+        rows = some if j + some < count else -(-count // MR) * MR - j
+        first = j // 2 if has_pairs(kind) else j
+        odd += fill_values(
+            kind, base + place, step, call.v_column, call.dtype, some, rows, call.d_v, width,
+            scratch.values + size(kind) * first * width, scratch.odd + j, scratch.rows,
+        )  # fmt: skip
+        j += some
     return scratch.values, width, odd
 
 

@@ -48,6 +48,12 @@ class Half(NamedTuple):
     unused: int
 
 
+class Codes(NamedTuple):
+    """Arrays of eight-bit codes with a float32 scale for each token; everything in float32."""
+
+    unused: int
+
+
 def vectors(kind: Any) -> Vectors:
     """What emits vector code for a kind, from its Numba type."""
     return simd.DOUBLE if kind.instance_class is Double else simd.SINGLE
@@ -64,6 +70,8 @@ def widen(kind: Any) -> tuple[Any, Any]:
         return simd.I16, _read_brain
     if kind.instance_class is Half:
         return simd.I16, read_half
+    if kind.instance_class is Codes:
+        return simd.I8, lambda b, v, x: b.sitofp(b.sext(x, v.integers), v.vector)
     raw = simd.I32 if is_pairs(kind) else vectors(kind).scalar
     return raw, lambda b, v, x: x
 
@@ -98,6 +106,8 @@ def _constant(value: Any) -> Any:
 
 
 def _item(kind: Any) -> int:
+    if kind.instance_class is Codes:
+        return 1
     halves = kind.instance_class in (Pairs, Brain, Half)
     return 2 if halves else vectors(kind).size
 
@@ -110,7 +120,7 @@ item = _constant(_item)
 """Bytes of a number in the arrays."""
 highest_bits = _constant(
     lambda kind: 0x7C00 if kind.instance_class is Half
-    else {2: 0x7F80, 4: 0x7F800000, 8: 0x7FF << 52}[_item(kind)]
+    else {1: 0, 2: 0x7F80, 4: 0x7F800000, 8: 0x7FF << 52}[_item(kind)]
 )
 """Bits of the exponent, all set in infinities and nan."""
 

@@ -7,6 +7,7 @@ from typing import NamedTuple
 from scaledot._kernels.jit import inlined
 from scaledot._kernels.kinds import BLOCK_KV, lanes, size
 from scaledot._kernels.layout import LINE, up
+from scaledot._kernels.pack import load_int64
 from scaledot._kernels.target import HOST
 
 NR = HOST.nr
@@ -20,6 +21,11 @@ def part_length(len_kv: int) -> int:
 
 
 length_of_part = inlined(part_length)
+
+
+def num_parts(len_kv: int) -> int:
+    """Parts of the keys; one where there are no keys."""
+    return max(1, -(-len_kv // part_length(len_kv)))
 
 
 class Room(NamedTuple):
@@ -40,6 +46,11 @@ class Room(NamedTuple):
     rest: int  # (lanes, widest row)
     seen: int  # bytes (BLOCK_KV + lanes, span)
     line: int  # bytes (8 · span,)
+    key_rows: int  # int64 (2 · BLOCK_KV,): addresses of the keys of a tile, and of the next
+    value_rows: int
+    key_scales: int  # (BLOCK_KV,) of eight-bit codes
+    value_scales: int
+    nothing: int  # (wider row,): zeros
 
 
 def room_sizes(lane: int, number: int, d_k: int, d_v: int, rows: int) -> tuple[int, ...]:
@@ -51,7 +62,8 @@ def room_sizes(lane: int, number: int, d_k: int, d_v: int, rows: int) -> tuple[i
         number * rows * width, number * rows, number * rows, number * rows,
         number * rows * width, number * BLOCK_KV * depth, number * BLOCK_KV * width, BLOCK_KV,
         number * (BLOCK_KV + lane) * span, number * lane * max(depth, width, BLOCK_KV),
-        (BLOCK_KV + lane) * span, 8 * span,
+        (BLOCK_KV + lane) * span, 8 * span, 16 * BLOCK_KV, 16 * BLOCK_KV, number * BLOCK_KV,
+        number * BLOCK_KV, number * max(depth, width),
     )  # fmt: skip
 
 
@@ -66,8 +78,7 @@ _room_sizes = inlined(room_sizes)
 @inlined
 def take_room(kind, call, worker):  # type: ignore[no-untyped-def]
     """Addresses in the scratch memory of one worker."""
-    rows = call.group_size * call.len_q
-    sizes = _room_sizes(lanes(kind), size(kind), call.d_k, call.d_v, rows)
+    sizes = _room_sizes(lanes(kind), size(kind), call.d_k, call.d_v, call.most_rows)
     q = up(call.scratch + worker * call.scratch_bytes)
     scores = q + up(sizes[0])
     pairs = scores + up(sizes[1])
@@ -82,9 +93,15 @@ def take_room(kind, call, worker):  # type: ignore[no-untyped-def]
     tile = odd + up(sizes[10])
     rest = tile + up(sizes[11])
     seen = rest + up(sizes[12])
+    line = seen + up(sizes[13])
+    key_rows = line + up(sizes[14])
+    value_rows = key_rows + up(sizes[15])
+    key_scales = value_rows + up(sizes[16])
+    value_scales = key_scales + up(sizes[17])
+    nothing = value_scales + up(sizes[18])
     return Room(
         q, scores, pairs, acc, top, total, factor, odd_acc, keys, values, odd, tile, rest, seen,
-        seen + up(sizes[13]),
+        line, key_rows, value_rows, key_scales, value_scales, nothing,
     )  # fmt: skip
 
 
@@ -94,7 +111,32 @@ def padded(kind, d):  # type: ignore[no-untyped-def]
     return -(-max(1, d) // (2 * lanes(kind))) * 2 * lanes(kind)
 
 
+class Share(NamedTuple):
+    """A task: keys of one head, for the queries of the entries that see them."""
+
+    first: int  # the entry; where there are shares, the place of the first one in `members`
+    members: int
+    key_head: int
+    part: int
+
+
 @inlined
-def num_parts(call):  # type: ignore[no-untyped-def]
-    """Parts of the keys; one where there are no keys."""
-    return max(1, -(-call.len_kv // length_of_part(call.len_kv)))
+def entry_of(call, share, member):  # type: ignore[no-untyped-def]
+    """Entry of a member of a task."""
+    if call.shares:
+        return load_int64(call.members + 8 * (share.first + member))
+    return share.first
+
+
+@inlined
+def pair_of(call, share, r):  # type: ignore[no-untyped-def]
+    """Pair (entry and head) of row r of a task; the query is ``r % len_q``."""
+    of_member = call.group_size * call.len_q
+    entry = entry_of(call, share, r // of_member)
+    return entry * call.num_heads + share.key_head * call.group_size + r % of_member // call.len_q
+
+
+@inlined
+def parts_of(call, entry):  # type: ignore[no-untyped-def]
+    """Parts of the keys of an entry."""
+    return load_int64(call.entry_parts + 8 * entry) if call.shares else call.parts

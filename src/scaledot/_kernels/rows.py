@@ -16,9 +16,11 @@ from scaledot._kernels import simd
 from scaledot._kernels.jit import intrinsic
 from scaledot._kernels.kinds import is_pairs, vectors, widen
 from scaledot._kernels.simd import I16, I32, I64, LOG2E, Vectors
+from scaledot._kernels.target import HOST
 
 INT = types.intp
-COLUMNS = 8  # vectors of values that one query takes at a time: whole rows of 128 numbers
+LINE = 64  # bytes that memory gives at a time
+MORE = 4 if HOST.name == "avx512" else 2  # queries that share values in cache, sums in registers
 
 
 def _folded(b: Any, v: Vectors, sums: list[Any]) -> Any:
@@ -38,16 +40,40 @@ def _folded(b: Any, v: Vectors, sums: list[Any]) -> Any:
     return sums[0]
 
 
-def make_dots(most: int) -> Any:
-    """Build ``dots(kind, q, q_step, k, k_row, depth, scores, step, scale)``.
+def _fetch(b: Any, line: Any, place: Any) -> None:
+    """Ask for the memory at an element of a row.
 
-    Scores of ``most`` queries, or of half the lanes, and lanes / queries keys: the products of
-    rows of ``depth`` elements, a multiple of the lanes. Each sum is over lanes of partial sums,
-    the same for every number of queries, and is scaled at the end.
+    It comes to the second-level cache. Which tokens follow is known to us only: to the processor,
+    pages and heads look like jumps.
+    """
+    byte = ir.IntType(8)
+    kind = ir.FunctionType(ir.VoidType(), [byte.as_pointer(), I32, I32, I32])
+    name = "llvm.prefetch.p0i8"
+    fetch = b.module.globals.get(name) or ir.Function(b.module, kind, name)
+    to_read, second_level, data = I32(0), I32(2), I32(1)
+    element = b.bitcast(b.gep(line, [place]), byte.as_pointer())
+    b.call(fetch, [element, to_read, second_level, data])
+
+
+def _lines(b: Any, rows: Any, numbers: list[Any], raw: Any, start: Any) -> list[Any]:
+    """Pointers ``start`` bytes into some rows, from the list of addresses at ``rows``."""
+    p = simd.pointer(b, rows, I64)
+    return [simd.pointer(b, b.add(b.load(b.gep(p, [j])), start), raw) for j in numbers]
+
+
+def make_dots(most: int, *, first: bool) -> Any:
+    """Build ``dots(kind, q, q_step, k, ahead, depth, scores, step, scale)``.
+
+    Scores of ``most`` queries, or of half the lanes, and lanes / queries keys, whose addresses are
+    at ``k``: the products of rows of ``depth`` elements, a multiple of the lanes. Each sum is over
+    lanes of partial sums, the same for every number of queries, and is scaled at the end.
+
+    The ``first`` queries that meet keys read each row to its end, as memory is fetched best, and
+    ask for the keys to come, whose addresses are at ``ahead``; others find keys in the cache.
     """
 
     @intrinsic
-    def dots(context: Any, kind: Any, q: Any, q_step: Any, k: Any, k_row: Any, depth: Any,
+    def dots(context: Any, kind: Any, q: Any, q_step: Any, k: Any, ahead: Any, depth: Any,
              scores: Any, step: Any, scale: Any) -> Any:  # fmt: skip
         v, pairs = vectors(kind), is_pairs(kind)
         queries = min(most, max(1, v.lanes // 2))
@@ -58,8 +84,8 @@ def make_dots(most: int) -> Any:
             p = simd.pointer(b, args[1], element)
             raw, read = widen(kind)
             rows = [b.gep(p, [b.mul(args[2], I64(r))]) for r in range(queries)]
-            lines = [simd.pointer(b, b.add(args[3], b.mul(args[4], I64(j))), raw)
-                     for j in range(keys)]  # fmt: skip
+            numbers = [I64(j) for j in range(keys)]
+            lines, coming = (_lines(b, args[i], numbers, raw, I64(0)) for i in (3, 4))
             halves = ir.VectorType(simd.BF16, 2 * v.lanes)
 
             def add(x: Any, y: Any, total: Any) -> Any:
@@ -69,18 +95,22 @@ def make_dots(most: int) -> Any:
                 name = f"llvm.x86.avx512bf16.dpbf16ps.{32 * v.lanes}"
                 return simd.call(b, name, v.vector, total, x, y)
 
-            def row(line: Any) -> list[Any]:
-                """Sums of one key: its row is read to the end, as memory is fetched best."""
-
+            def sums_of(some: range) -> list[Any]:
                 def body(i: Any, sums: list[Any]) -> list[Any]:
-                    y = read(b, v, v.load(b, line, i, raw))
-                    xs = [v.load(b, x, i, element) for x in rows]
-                    return [add(x, y, total) for x, total in zip(xs, sums, strict=True)]
+                    xs, new = [v.load(b, x, i, element) for x in rows], list[Any]()
+                    for j in some:
+                        if first:
+                            _fetch(b, coming[j], i)
+                        y = read(b, v, v.load(b, lines[j], i, raw))
+                        new += [add(x, y, sums[len(new) + r]) for r, x in enumerate(xs)]
+                    return new
 
-                return simd.loop(b, args[5], v.lanes, [v.const(0.0)] * queries, body)
+                zeros = [v.const(0.0)] * (len(some) * queries)
+                return simd.loop(b, args[5], v.lanes, zeros, body)
 
-            by_key = [row(line) for line in lines]
-            sums = [by_key[j][r] for r in range(queries) for j in range(keys)]
+            together = 1 if first else keys
+            found = [x for j in range(0, keys, together) for x in sums_of(range(j, j + together))]
+            sums = [found[j * queries + r] for r in range(queries) for j in range(keys)]
             total = _folded(b, v, sums)
             total = b.fmul(total, v.splat(b, args[8]))
             goal = simd.pointer(b, args[6], v.scalar)
@@ -95,27 +125,41 @@ def make_dots(most: int) -> Any:
     return dots
 
 
-def make_mix(queries: int, columns: int) -> Any:
-    """Build ``mix(kind, weights, step, values, v_row, depth, acc, acc_step, factor)``.
+def make_mix(queries: int, columns: int, *, first: bool) -> Any:
+    """Build ``mix(kind, weights, step, values, ahead, start, depth, acc, acc_step, factor)``.
 
-    acc[queries, columns vectors] = acc · factor[query] + weights · values, over ``depth`` keys;
+    acc[queries, columns vectors] = acc · factor[query] + weights · values, over ``depth`` keys,
+    whose addresses are at ``values``; columns lie ``start`` bytes behind them. The ``first`` ask
+    for the keys to come, whose addresses are at ``ahead``;
     for `Pairs` two keys are taken at once and columns is even.
     """
 
     @intrinsic
-    def mix(context: Any, kind: Any, weights: Any, step: Any, values: Any, v_row: Any, depth: Any,
-            acc: Any, acc_step: Any, factor: Any) -> Any:  # fmt: skip
+    def mix(context: Any, kind: Any, weights: Any, step: Any, values: Any, ahead: Any, start: Any,
+            depth: Any, acc: Any, acc_step: Any, factor: Any) -> Any:  # fmt: skip
         v, pairs = vectors(kind), is_pairs(kind)
 
         def emit(cx: Any, b: Any, sig: Any, args: Any) -> Any:
             raw, read = widen(kind)
+            if pairs:
+                raw = I16
+            bytes_each = v.size if raw is v.scalar else raw.width // 8
             element = I32 if pairs else v.scalar
-            p, goal = simd.pointer(b, args[1], element), simd.pointer(b, args[6], v.scalar)
-            factors = simd.pointer(b, args[8], v.scalar)
+            p, goal = simd.pointer(b, args[1], element), simd.pointer(b, args[7], v.scalar)
+            factors = simd.pointer(b, args[9], v.scalar)
             rows = [b.gep(p, [b.mul(args[2], I64(r))]) for r in range(queries)]
 
             def body(i: Any, sums: list[Any]) -> list[Any]:
-                ys = (_paired_rows if pairs else _plain_row)(b, v, args, i, columns, raw, read)
+                keys = [b.add(b.mul(i, I64(2)), I64(k)) for k in range(2)] if pairs else [i]
+                lines, coming = (_lines(b, args[k], keys, raw, args[5]) for k in (3, 4))
+                for x in coming if first else []:
+                    for c in range(0, columns * v.lanes * bytes_each, LINE):
+                        _fetch(b, x, I64(c // bytes_each))
+                if pairs:
+                    ys = _paired_rows(b, v, lines, columns)
+                else:
+                    ys = [read(b, v, v.load(b, lines[0], I64(v.lanes * c), raw))
+                          for c in range(columns)]  # fmt: skip
                 new = []
                 for r, row in enumerate(rows):
                     x = v.splat(b, b.load(b.gep(row, [i])))
@@ -125,10 +169,10 @@ def make_mix(queries: int, columns: int) -> Any:
                                    else v.fma(b, x, y, total))  # fmt: skip
                 return new
 
-            start = [v.const(0.0)] * (queries * columns)
-            sums = simd.loop(b, args[5], 1, start, body)
+            nothing = [v.const(0.0)] * (queries * columns)
+            sums = simd.loop(b, args[6], 1, nothing, body)
             for r in range(queries):
-                row = b.gep(goal, [b.mul(args[7], I64(r))])
+                row = b.gep(goal, [b.mul(args[8], I64(r))])
                 a = v.splat(b, b.load(b.gep(factors, [I64(r)])))
                 for c in range(columns):
                     place = I64(v.lanes * c)
@@ -136,7 +180,7 @@ def make_mix(queries: int, columns: int) -> Any:
                     v.store(b, row, place, total)
             return cx.get_dummy_value()
 
-        return types.void(kind, *(INT,) * 8), emit
+        return types.void(kind, *(INT,) * 9), emit
 
     return mix
 
@@ -147,26 +191,9 @@ def _add_pairs(b: Any, v: Vectors, x: Any, y: Any, total: Any) -> Any:
     return simd.call(b, name, v.vector, total, b.bitcast(x, halves), b.bitcast(y, halves))
 
 
-def _plain_row(
-    b: Any, v: Vectors, args: Any, i: Any, columns: int, raw: Any, read: Any
-) -> list[Any]:
-    """Vectors of the values of one key."""
-    line = simd.pointer(b, b.add(args[3], b.mul(args[4], i)), raw)
-    found = []
-    for c in range(columns):
-        found.append(read(b, v, v.load(b, line, I64(v.lanes * c), raw)))
-    return found
-
-
-def _paired_rows(
-    b: Any, v: Vectors, args: Any, i: Any, columns: int, raw: Any, read: Any
-) -> list[Any]:
+def _paired_rows(b: Any, v: Vectors, lines: list[Any], columns: int) -> list[Any]:
     """Vectors of pairs of the values of two keys."""
     n, found = v.lanes, []
-    lines = [
-        simd.pointer(b, b.add(args[3], b.mul(args[4], b.add(b.mul(i, I64(2)), I64(k)))), I16)
-        for k in range(2)
-    ]
     wide = ir.VectorType(I16, 2 * n)
     for c in range(0, columns, 2):
         both = []
@@ -182,9 +209,11 @@ def _paired_rows(
     return found
 
 
-dots_1, dots_4 = make_dots(1), make_dots(4)
-mix_1, mix_2 = make_mix(1, COLUMNS), make_mix(2, COLUMNS)
-mix_1_rest, mix_2_rest = make_mix(1, 2), make_mix(2, 2)
+dots_1, dots_4 = make_dots(1, first=True), make_dots(4, first=True)
+more_dots_1, more_dots_4 = make_dots(1, first=False), make_dots(4, first=False)
+mix_1_8, mix_1_4, mix_1_2 = (make_mix(1, n, first=True) for n in (8, 4, 2))
+mix_2_8, mix_2_4, mix_2_2 = (make_mix(2, n, first=True) for n in (8, 4, 2))
+more_mix_4_4, more_mix_4_2 = (make_mix(4, n, first=False) for n in (4, 2))
 
 
 @intrinsic

@@ -1,0 +1,72 @@
+"""Attention of few queries by the kernels over eight-bit codes, which they read as they are."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from scaledot import _arrays
+from scaledot._bridges import cpu
+from scaledot._kernels import decode
+from scaledot._kernels.simd import SINGLE
+from scaledot._launch import address, launch, memory
+from scaledot._spec import Options, Problem, resolve
+from scaledot._state import State
+from scaledot._typing import Array
+
+
+class Codes(NamedTuple):
+    """Codes and the float32 scale of each token, (batch, num_kv_heads, tokens, d or 1)."""
+
+    key: Array
+    key_scale: Array
+    value: Array
+    value_scale: Array
+
+
+def can_do(problem: Problem) -> bool:
+    """Whether the kernels take a call on codes: one of few queries, in float32."""
+    spec = problem.spec
+    return spec.dtype == "float32" and spec.len_q <= decode.few(SINGLE.lanes)
+
+
+def run(given: Problem, codes: Codes, options: Options) -> State:
+    """Attention without sinks, as `attention_state` of the numbers that the codes stand for.
+
+    ``given`` is the call in float32, without any token; ``options`` are those for these tokens.
+    """
+    query = given.query
+    if given.spec.library == "jax":
+        query, codes = np.asarray(query), Codes(*map(np.asarray, codes))
+    problem = _problem(query, codes, options)
+    spec, numbers = problem.spec, np.dtype(np.float32)
+    chosen = cpu.plan(spec)._replace(kernel=decode.decode_codes)
+    out, lse = cpu.results((*spec.scores_shape[:-1], spec.d_v), numbers, numbers, query)
+    key, value, heads = memory(codes.key), memory(codes.value), (*spec.lead, spec.num_kv_heads)
+    own: dict[str, Any] = {
+        "k_row": key.strides[-2], "k_column": key.strides[-1],
+        "v_row": value.strides[-2], "v_column": value.strides[-1],
+        "k_places": cpu.places_of(key, heads), "v_places": cpu.places_of(value, heads),
+    }  # fmt: skip
+    for letter, x in (("k", codes.key_scale), ("v", codes.value_scale)):
+        scales = memory(x)
+        own |= {
+            f"{letter}_scales": address(x), f"{letter}_scale_row": scales.strides[-2],
+            f"{letter}_scale_places": cpu.places_of(scales, heads),
+        }  # fmt: skip
+    call = cpu.prepared(problem, chosen, memory(out), numbers, **own)
+    if call.tasks:
+        terms = problem.terms
+        launch(call, query, codes.key, codes.value, terms.mask, terms.bias, out, lse)
+    return State(cpu.back(out, given), cpu.back(lse, given))
+
+
+def _problem(query: Array, codes: Codes, options: Options) -> Problem:
+    """The call in normal form; its keys and values are zeros that take no memory."""
+    xp = _arrays.namespace(query)
+
+    def stand_in(x: Array) -> Array:
+        return xp.broadcast_to(xp.zeros((), dtype=query.dtype), tuple(x.shape))
+
+    return resolve(query, stand_in(codes.key), stand_in(codes.value), options, slices=True)
