@@ -64,7 +64,7 @@ def passed_of(
     else:
         delta = np.array(_plain(grad_lse), dtype=numbers, order="C").reshape(shape)
     wide = (*shape, problem.spec.d_v)
-    grad_out = _readable(grad_out, problem.query if problem.spec.dtype == "bfloat16" else None)
+    grad_out = readable(grad_out, problem.query if problem.spec.dtype == "bfloat16" else None)
     return Passed(
         _in_order(out).reshape(wide), known, grad_out.reshape(wide), delta, _shift(mass)
     )
@@ -84,7 +84,7 @@ def _in_order(x: Array) -> Array:
     return np.ascontiguousarray(x) if isinstance(x, np.ndarray) else x.contiguous()
 
 
-def _readable(x: Array, like: Array | None) -> Array:
+def readable(x: Array, like: Array | None) -> Array:
     """An array whose numbers the kernels can read where they lie; of a dtype, if one is given."""
     if isinstance(x, np.ndarray):
         known = _arrays.dtype_name(x) in _arrays.FLOATS and x.dtype.isnative
@@ -303,7 +303,7 @@ class _Backward:
         entries = math.prod(spec.lead)
         # dK and dV are rounded in the kernel where each row is its argument's.
         whole = all(tuple(x.shape[:-3]) == spec.lead for x in (problem.key, problem.value))
-        dtype = _numpy_dtype(spec.dtype) if whole else self.numbers
+        dtype = numpy_dtype(spec.dtype) if whole else self.numbers
         shapes = {
             "query": (*spec.scores_shape[:-1], spec.d_k),
             "key": (*spec.lead, spec.num_kv_heads, spec.len_kv, spec.d_k),
@@ -380,6 +380,6 @@ class _Backward:
         return sums.sum(axis=1).reshape(given.shape)
 
 
-def _numpy_dtype(name: str) -> Any:
+def numpy_dtype(name: str) -> Any:
     """Dtype of NumPy of that many bits; bfloat16 is held as integers."""
     return np.dtype(np.uint16 if name == "bfloat16" else name)

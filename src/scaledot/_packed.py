@@ -27,7 +27,16 @@ class Sequences(NamedTuple):
     kv_count: Any
 
 
-def run(problem: Problem, starts_q: list[int], starts_kv: list[int], seeds: Any) -> State:
+def sequences(starts_q: list[int], starts_kv: list[int]) -> Sequences:
+    """Where sequences lie, given their starts and the number of tokens on both sides."""
+    q, kv = np.asarray(starts_q), np.asarray(starts_kv)
+    return Sequences(q[:-1], np.diff(q), kv[:-1], np.diff(kv))
+
+
+def run(
+    problem: Problem, starts_q: list[int], starts_kv: list[int], seeds: Any, *,
+    with_lse: bool = False,
+) -> State:  # fmt: skip
     """Attention of every sequence, packed: out (tokens, num_heads, d_v), lse (tokens, num_heads).
 
     Parameters
@@ -38,18 +47,22 @@ def run(problem: Problem, starts_q: list[int], starts_kv: list[int], seeds: Any)
         Where the sequences start, and the number of tokens.
     seeds : pair of int32 arrays (count, 1, 1, 1) of NumPy, or None
         Low and high half of each sequence's seed, for dropout.
+    with_lse : bool
+        Whether ``lse`` is wanted where there are no sinks.
 
     Returns
     -------
     State
         With sinks, which are still to be merged, in the accumulation dtype; without, ``out`` comes
-        in that of query and ``lse`` is None.
+        in that of query and ``lse``, if it is not wanted, is None.
     """
     here = cpu.on_host(problem)
-    spec, numbers = here.spec, None if here.sinks is None else cpu.numbers_of(problem.spec)
-    out, lse = cpu.results((starts_q[-1], spec.num_heads, spec.d_v), numbers, numbers, here.query)
-    q, kv = np.asarray(starts_q), np.asarray(starts_kv)
-    every = Sequences(q[:-1], np.diff(q), kv[:-1], np.diff(kv))
+    spec, sums = here.spec, cpu.numbers_of(problem.spec)
+    numbers = None if here.sinks is None else sums
+    out, lse = cpu.results(
+        (starts_q[-1], spec.num_heads, spec.d_v), numbers, sums if with_lse else numbers, here.query
+    )
+    every = sequences(starts_q, starts_kv)
     lane = (DOUBLE if spec.dtype == "float64" else SINGLE).lanes
     for index in _groups(every, starts_kv[-1], lane):
         terms = here.terms
@@ -111,7 +124,7 @@ def _attend(problem: Problem, group: Sequences, numbers: Any, out: Any, lse: Any
     if lse is None:
         launch(call, query, key, value, out=out)
         return
-    padded = np.empty((count, spec.num_heads, len_q), dtype=numbers)
+    padded = np.empty((count, spec.num_heads, len_q), dtype=lse.dtype)
     launch(call, query, key, value, out=out, lse=padded)
     place = np.arange(len_q)
     held = place < group.q_count[:, None]  # (count, len_q)

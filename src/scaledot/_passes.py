@@ -9,7 +9,8 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Collection
-from typing import Any, TypeVar, cast
+from dataclasses import replace
+from typing import Any, NamedTuple, TypeVar, cast
 
 import numpy as np
 
@@ -23,6 +24,31 @@ from scaledot._typing import Array
 Result = TypeVar("Result")
 _UNNAMED = ("segment_ids", "alibi_slopes", "sinks", "score_mod", "mask_mod", "block_mask")
 """Options with which the preparation of a call is not kept."""
+
+
+class Packed(NamedTuple):
+    """A call on packed sequences but for its tokens."""
+
+    options: Options  # of the first sequence
+    starts_q: list[int]
+    starts_kv: list[int]
+    seeds: Any  # of each sequence; None without dropout
+
+
+def packed_problem(call: Packed, query: Array, key: Array, value: Array) -> Problem | None:
+    """The problem of the first sequence on the tokens of all, (1, heads, tokens, d).
+
+    None where it is not one for the kernels.
+    """
+    if len(call.starts_q) == 1:
+        return None
+    xp = _arrays.namespace(query)
+    q, k, v = (xp.permute_dims(x, (1, 0, 2)) for x in (query, key, value))
+    end_q, end_kv = call.starts_q[1], call.starts_kv[1]
+    problem = resolve(q[:, :end_q, :], k[:, :end_kv, :], v[:, :end_kv, :], call.options)
+    if _choice.choose(problem)[0] != "kernels":
+        return None
+    return replace(problem, query=q[None, ...], key=k[None, ...], value=v[None, ...])
 
 
 def check(query: Array, key: Array, value: Array, options: Options) -> None:
@@ -134,7 +160,7 @@ def _backward(
         if "sinks" in wanted:
             shares = _sink_weights(xp, problem, rows) * rows.delta
             grads = grads._replace(sinks=-_of_heads(xp, problem, shares))
-        return _like_arguments(xp, grads, arguments)
+        return like_arguments(xp, grads, arguments)
 
 
 def _by_kernels(
@@ -167,7 +193,7 @@ def _again(
     if _reference.is_large(np, passed.lse).any():
         return None
     grads = run(_kernel_gradients.Arrays(query, key, value, None, None), passed)
-    return _like_arguments(_arrays.namespace(query), grads, Grads(query, key, value))
+    return like_arguments(_arrays.namespace(query), grads, Grads(query, key, value))
 
 
 def tangent(
@@ -228,7 +254,7 @@ def second(
         of_lse = lse_tangent[..., 0]
         if problem.spec.matrix:
             of_out, of_lse = of_out[0, ...], of_lse[0, ...]
-        return Second(_like_arguments(xp, grads, arguments), of_out, of_lse)
+        return Second(like_arguments(xp, grads, arguments), of_out, of_lse)
 
 
 def _need_slope(problem: Problem) -> None:
@@ -242,6 +268,16 @@ def _need_slope(problem: Problem) -> None:
 
 def _arguments(query: Array, key: Array, value: Array, options: Options) -> Grads:
     return Grads(query, key, value, options.bias, options.sinks, options.alibi_slopes)
+
+
+def masses(
+    query: Array, key: Array, value: Array, options: Options, lse: Array
+) -> Array | None:
+    """What `backward` divides the weights of each row by, (..., num_heads, len_q, 1), or None."""
+    problem = resolve(query, key, value, options)
+    xp = _arrays.namespace(query)
+    with _arrays.quiet(xp):
+        return _mass(xp, problem, _choice.choose(problem)[0], lse)
 
 
 def _mass(xp: Any, problem: Problem, name: str, lse: Array) -> Array | None:
@@ -356,7 +392,7 @@ def _normal(xp: Any, problem: Problem, tangents: Grads) -> Grads:
     return Grads(*(placed(x, form) for x, form in zip(tangents, forms, strict=True)))
 
 
-def _like_arguments(xp: Any, grads: Grads, arguments: Grads) -> Grads:
+def like_arguments(xp: Any, grads: Grads, arguments: Grads) -> Grads:
     """Gradients in the shapes and dtypes of the arguments."""
 
     def placed(x: Array | None, argument: Array | None) -> Array | None:

@@ -27,6 +27,15 @@ def derivative_rules(query: Any, key: Any, value: Any, options: Options) -> Any:
     return None
 
 
+def packed_rules(query: Any, key: Any, value: Any, options: Options) -> Any:
+    """Module of the rules by which a library differentiates packed sequences at once, or None."""
+    if _arrays.library(query) != "torch":
+        return None
+    from scaledot import _torch_packed
+
+    return _torch_packed if _torch_packed.applies(query, key, value, options) else None
+
+
 def without_graph(x: Any) -> Any:
     """A tensor as a constant; a pair, or options, of tensors as constants; else x as it is."""
     if isinstance(x, Options):

@@ -60,7 +60,7 @@ def applies(query: Tensor, key: Any, value: Any, options: Options) -> bool:
     if options.score_mod is not None and not isinstance(options.score_mod, tuple):
         return False
     tensors = [x for x in (query, key, value, *split(options)[0]) if isinstance(x, Tensor)]
-    if any(isinstance(x, FakeTensor) for x in tensors) or _is_dispatched():
+    if any(isinstance(x, FakeTensor) for x in tensors) or is_dispatched():
         return mods == (None, None)
     if any(type(x) not in _PLAIN for x in tensors) or not any(map(_is_tracked, tensors)):
         return False
@@ -70,7 +70,7 @@ def applies(query: Tensor, key: Any, value: Any, options: Options) -> bool:
     return read is not None and not any(map(_is_tracked, read))
 
 
-def _is_dispatched() -> bool:
+def is_dispatched() -> bool:
     """Whether someone looks at every operator: a mode, a tracer, vmap of `torch.autograd`.
 
     That vmap, not the one of torch.func, is behind ``is_grads_batched``. It knows no Functions and
@@ -112,14 +112,20 @@ def attention(
         ``out`` in query's dtype, or wide, and ``lse``, sinks included.
     """
     if torch.compiler.is_compiling():
-        if not _is_transformed():
+        if not is_transformed():
             given = _torch_ops.arguments(query, options, slices)
             return State(*torch.ops.scaledot.attention.default(query, key, value, *given, wide))
         if torch.compiler.is_dynamo_compiling():
             torch._dynamo.graph_break(msg="torch.func and forward mode need Functions of scaledot")
     tensors, rest = split(options)
+    call = _Call(rest, slices, wide)
+    return State(*apply_alone(_Attention, call, query, key, value, *tensors))
+
+
+def apply_alone(function: Any, *given: Any) -> Any:
+    """Apply a Function outside of compilers; they do not look at it."""
     run = _undisturbed() if "torch._dynamo" in sys.modules else _apply
-    return State(*run(_Attention, _Call(rest, slices, wide), query, key, value, *tensors))
+    return run(function, *given)
 
 
 @functools.cache
@@ -156,18 +162,18 @@ def _operator(call: _Call, tensors: Sequence[Given], name: str, *more: Any) -> A
 
 def _through_operator(tensors: Sequence[Given]) -> bool:
     return (
-        torch.compiler.is_compiling() or _is_dispatched() or isinstance(tensors[0], FakeTensor)
+        torch.compiler.is_compiling() or is_dispatched() or isinstance(tensors[0], FakeTensor)
     )
 
 
-def _is_transformed() -> bool:
+def is_transformed() -> bool:
     """Whether a transform of torch.func or forward mode is on, which operators know nothing of."""
     return torch._C._are_functorch_transforms_active() or _forward_ad._current_level >= 0
 
 
 def _is_last() -> bool:
     """Whether nothing differentiates or transforms what is computed now."""
-    return not torch.is_grad_enabled() and not _is_transformed()
+    return not torch.is_grad_enabled() and not is_transformed()
 
 
 class _Attention(torch.autograd.Function):

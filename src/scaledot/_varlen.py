@@ -5,17 +5,17 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any, cast
 
-from scaledot import _arrays, _checks, _choice
+from scaledot import _arrays, _checks
 from scaledot._attention import attention
 from scaledot._derivatives import Grads
 from scaledot._errors import value_error
 from scaledot._gradients import attention_vjp, check_like
-from scaledot._rules import derivative_rules
-from scaledot._spec import Options, Problem, batch_seeds, resolve, seed_halves
-from scaledot._state import State, merged
+from scaledot._passes import Packed, packed_problem
+from scaledot._rules import derivative_rules, packed_rules
+from scaledot._spec import Options, batch_seeds
+from scaledot._state import State
 from scaledot._typing import Array, ArrayT, Impl, MaskMod, ScoreMod
 
 
@@ -72,7 +72,11 @@ def varlen_attention(
 
     Notes
     -----
-    Sequences may be empty. A sequence without keys gives rows of 0.
+    Sequences may be empty. A sequence without keys gives rows of 0. The kernels take sequences of
+    similar lengths at once, and the backward pass of tensors that require gradients all of them;
+    each has the bits that it has alone. One after the other are those of a function that reads
+    ``batch``, of other implementations, and what a library traces or transforms, second
+    derivatives among it.
 
     References
     ----------
@@ -86,30 +90,13 @@ def varlen_attention(
     (5, 1, 2)
     """
     starts_q, starts_kv = _checked(query, key, value, cu_seqlens_q, cu_seqlens_kv)
-    count = len(starts_q) - 1
-    xp = _arrays.namespace(query)
-    heads_first = [xp.permute_dims(x, (1, 0, 2)) for x in (query, key, value)]
-    seeds = _sequence_seeds(seed, count) if _checks.dropout(dropout, seed) else None
-    if count and mask_mod is None:
-        q, k, v = heads_first
-        options = Options(
-            causal=causal, window=window, scale=scale, softcap=softcap,
-            alibi_slopes=alibi_slopes, sinks=sinks, score_mod=score_mod, dropout=dropout,
-            seed=None if seeds is None else seeds[0, ...], impl=impl,
-        )
-        first = q[:, : starts_q[1], :], k[:, : starts_kv[1], :], v[:, : starts_kv[1], :]
-        problem = resolve(*first, options)
-        if derivative_rules(*first, options) is None and _choice.choose(problem)[0] == "kernels":
-            found = _at_once(problem, heads_first, starts_q, starts_kv, seeds)
-            if found is not None:
-                return cast(ArrayT, found)
-
-    parts = _each(
-        attention, heads_first, starts_q, starts_kv, seeds, score_mod, mask_mod,
-        {"causal": causal, "window": window, "scale": scale, "softcap": softcap,
-         "alibi_slopes": alibi_slopes, "sinks": sinks, "dropout": dropout, "impl": impl},
+    options = Options(
+        causal=causal, window=window, scale=scale, softcap=softcap, alibi_slopes=alibi_slopes,
+        sinks=sinks, score_mod=score_mod, mask_mod=mask_mod, dropout=dropout, seed=seed, impl=impl,
     )  # fmt: skip
-    return cast(ArrayT, xp.permute_dims(xp.concat(parts, axis=1), (1, 0, 2)))
+    call = _call_of(options, starts_q, starts_kv)
+    found = _at_once(call, query, key, value)
+    return cast(ArrayT, _one_by_one(call, query, key, value) if found is None else found)
 
 
 def varlen_attention_vjp(
@@ -133,7 +120,7 @@ def varlen_attention_vjp(
 ) -> tuple[ArrayT, Callable[[Array], Grads]]:
     """Attention inside each of several packed sequences, and the function that goes back.
 
-    One sequence after the other, each as `attention_vjp` has it.
+    Each sequence has the bits that `attention_vjp` gives it alone.
 
     Parameters
     ----------
@@ -159,7 +146,9 @@ def varlen_attention_vjp(
 
     Notes
     -----
-    Nothing is padded. A sequence without keys, or without queries, has gradients of 0.
+    The kernels go back through all sequences in two launches, deltas of rows and the gradients,
+    and nothing is padded: memory is linear in the tokens. A sequence without keys, or without
+    queries, has gradients of 0.
 
     References
     ----------
@@ -174,47 +163,124 @@ def varlen_attention_vjp(
     (5, 1, 2)
     """
     starts_q, starts_kv = _checked(query, key, value, cu_seqlens_q, cu_seqlens_kv)
-    xp, count = _arrays.namespace(query), len(starts_q) - 1
-    seeds = _sequence_seeds(seed, count) if _checks.dropout(dropout, seed) else None
-    parts = _each(
-        attention_vjp, [xp.permute_dims(x, (1, 0, 2)) for x in (query, key, value)],
-        starts_q, starts_kv, seeds, score_mod, mask_mod,
-        {"causal": causal, "window": window, "scale": scale, "softcap": softcap,
-         "alibi_slopes": alibi_slopes, "sinks": sinks, "dropout": dropout, "impl": impl},
+    options = Options(
+        causal=causal, window=window, scale=scale, softcap=softcap, alibi_slopes=alibi_slopes,
+        sinks=sinks, score_mod=score_mod, mask_mod=mask_mod, dropout=dropout, seed=seed, impl=impl,
     )  # fmt: skip
+    pullback = _Pullback(_call_of(options, starts_q, starts_kv), (query, key, value))
+    return cast(ArrayT, pullback.out), pullback
 
-    def joined(found: list[Array]) -> Array:
-        return xp.permute_dims(xp.concat(found, axis=1), (1, 0, 2))
 
-    out = joined([out for out, _ in parts])
+class _Pullback:
+    """From the gradient of the result of packed sequences to those of their arguments."""
 
-    def pullback(grad_out: Array) -> Grads:
-        check_like("grad_out", grad_out, query, out.shape)
-        rows = xp.permute_dims(grad_out, (1, 0, 2))
-        starts = starts_q if count else [0, 0]
+    def __init__(self, call: Packed, arrays: tuple[Array, Array, Array]) -> None:
+        self._call, self._arrays = call, arrays
+        self._parts: list[Any] | None = None
+        self._state: State | None = None
+        mod = call.options.score_mod
+        if mod is None or isinstance(mod, tuple):
+            self._state = _plain_state(call, *arrays, with_lse=True)
+        if self._state is None:
+            self.out = self._joined([out for out, _ in self._each()])
+        else:  # a copy: what the caller does to it must not change its gradient
+            xp = _arrays.namespace(arrays[0])
+            self.out = xp.asarray(self._state.out, copy=True)
+
+    def __call__(self, grad_out: Array) -> Grads:
+        """Gradients of all arguments, given that of the result."""
+        check_like("grad_out", grad_out, self._arrays[0], self.out.shape)
+        if self._state is not None:
+            from scaledot import _packed_gradients
+
+            found = _packed_gradients.backward(
+                self._call, *self._arrays, self._state, grad_out, Grads._fields
+            )
+            if found is not None:
+                return found
+        return self._by_parts(grad_out)
+
+    def _by_parts(self, grad_out: Array) -> Grads:
+        """Gradients by one sequence after the other."""
+        rows = _arrays.namespace(grad_out).permute_dims(grad_out, (1, 0, 2))
+        starts = self._call.starts_q if len(self._call.starts_q) > 1 else [0, 0]
         grads = [
             back(rows[:, start:stop, :])
-            for (_, back), start, stop in zip(parts, starts, starts[1:], strict=False)
+            for (_, back), start, stop in zip(self._each(), starts, starts[1:], strict=False)
         ]
         sums = {
             name: functools.reduce(lambda a, b: a + b, [getattr(g, name) for g in grads])
             for name in ("sinks", "alibi_slopes") if getattr(grads[0], name) is not None
         }  # fmt: skip
-        operands = {n: joined([getattr(g, n) for g in grads]) for n in ("query", "key", "value")}
+        operands = {
+            n: self._joined([getattr(g, n) for g in grads]) for n in ("query", "key", "value")
+        }
         return Grads(**operands, **sums)
 
-    return cast(ArrayT, out), pullback
+    def _each(self) -> list[Any]:
+        """Result and pullback of every sequence alone."""
+        if self._parts is None:
+            self._parts = _each(attention_vjp, self._call, *self._arrays)
+        return self._parts
+
+    def _joined(self, found: list[Array]) -> Array:
+        xp = _arrays.namespace(self._arrays[0])
+        return cast(Array, xp.permute_dims(xp.concat(found, axis=1), (1, 0, 2)))
+
+
+def _call_of(options: Options, starts_q: list[int], starts_kv: list[int]) -> Packed:
+    """The call, with seeds for all sequences."""
+    count, seeds = len(starts_q) - 1, None
+    if _checks.dropout(options.dropout, options.seed):
+        seeds = _sequence_seeds(options.seed, count)
+    first = None if seeds is None or not count else seeds[0, ...]
+    return Packed(options._replace(seed=first), starts_q, starts_kv, seeds)
+
+
+def _plain_state(
+    call: Packed, query: Array, key: Array, value: Array, *, with_lse: bool = False
+) -> State | None:
+    """All sequences by the kernels; None where these cannot, or a library is to see it done."""
+    if derivative_rules(query, key, value, call.options) is not None:
+        return None
+    problem = packed_problem(call, query, key, value)
+    if problem is None:
+        return None
+    from scaledot import _packed_gradients  # loads Numba
+
+    return _packed_gradients.forward(call, problem, with_lse=with_lse)
+
+
+def _at_once(call: Packed, query: Array, key: Array, value: Array) -> Array | None:
+    """All sequences by the kernels, differentiable; None where it must be one after the other."""
+    rules = packed_rules(query, key, value, call.options)
+    if rules is not None:
+        return cast(Array | None, rules.attention(call, query, key, value, _one_by_one))
+    state = _plain_state(call, query, key, value)
+    return None if state is None else state.out
+
+
+def _one_by_one(call: Packed, query: Array, key: Array, value: Array) -> Array:
+    """One sequence after the other: the definition, whatever differentiates or traces it."""
+    xp = _arrays.namespace(query)
+    parts = _each(attention, call, query, key, value)
+    return cast(Array, xp.permute_dims(xp.concat(parts, axis=1), (1, 0, 2)))
 
 
 def _each(
-    function: Callable[..., Any], heads_first: list[Array], starts_q: list[int],
-    starts_kv: list[int], seeds: Any, score_mod: Any, mask_mod: Any, options: dict[str, Any],
-) -> list[Any]:  # fmt: skip
-    """Results of a function for every sequence, given (heads, tokens, d) of all of them."""
+    function: Callable[..., Any], call: Packed, query: Array, key: Array, value: Array
+) -> list[Any]:
+    """Results of a function for every sequence, (heads, tokens, d)."""
+    starts_q, starts_kv, seeds = call.starts_q, call.starts_kv, call.seeds
     # A packed batch of no sequences still has its shape and is checked as one empty sequence.
     if len(starts_q) == 1:
         starts_q, starts_kv = [0, 0], [0, 0]
         seeds = None if seeds is None else batch_seeds(0, 1)
+    xp = _arrays.namespace(query)
+    heads_first = [xp.permute_dims(x, (1, 0, 2)) for x in (query, key, value)]
+    taken = ("causal", "window", "scale", "softcap", "alibi_slopes", "sinks", "dropout", "impl")
+    options = {name: getattr(call.options, name) for name in taken}
+    score_mod, mask_mod = call.options.score_mod, call.options.mask_mod
     results = []
     for number, (rows, columns) in enumerate(
         zip(itertools.pairwise(starts_q), itertools.pairwise(starts_kv), strict=True)
@@ -227,38 +293,6 @@ def _each(
             seed=None if seeds is None else seeds[number, ...],
         ))  # fmt: skip
     return results
-
-
-def _at_once(
-    problem: Problem, heads_first: list[Array], starts_q: list[int], starts_kv: list[int],
-    seeds: Any,
-) -> Array | None:
-    """All sequences by the kernels, (tokens, heads, d_v), given the problem of the first.
-
-    None where a score_mod must be told which sequence it is in, or raises an error.
-    """
-    from scaledot import _packed  # loads Numba
-    from scaledot._bridges import cpu
-
-    if cpu.reads_batch(problem):
-        return None
-    query, key, value = (x[None, ...] for x in heads_first)
-    spec = replace(problem.spec, lead=(len(starts_q) - 1,))
-    halves = None
-    if seeds is not None:
-        halves = [_arrays.host(x) for x in seed_halves(query, seeds, spec)]
-    problem = replace(problem, query=query, key=key, value=value)
-    try:
-        state = _packed.run(problem, starts_q, starts_kv, halves)
-    except cpu.ModError:
-        return None
-    if problem.sinks is None:
-        return state.out
-    xp = _arrays.namespace(query)
-    with _arrays.quiet(xp):
-        sinks = xp.reshape(problem.sinks, (spec.num_heads,))
-        state = merged(xp, state, State(xp.zeros_like(sinks)[:, None], sinks))
-        return xp.astype(state.out, query.dtype, copy=False)
 
 
 def _checked(

@@ -5,6 +5,11 @@ dV. To dQ many tasks add, each to a block of queries when those before it have: 
 order, whatever the number of threads. Tasks are handed out in that order, and one that waits waits
 for tasks that are being worked on. All go through the blocks from the last one down, where causal
 ranges meet, and so they wait for one block at the start and hardly again.
+
+Packed sequences are calls of their own: ``members`` of the record are the records of
+``num_groups`` of them, and ``member_starts`` their first tasks and the number of all. So each gets
+what it gets alone. In their records ``num_groups`` says that dQ, dK and dV have the axes (tokens,
+heads, width), as the sequences do.
 """
 
 from __future__ import annotations
@@ -13,14 +18,14 @@ import numpy as np
 
 from scaledot._kernels import atomics
 from scaledot._kernels.bias import add_lines, add_square
-from scaledot._kernels.call import read
+from scaledot._kernels.call import CALL, read
 from scaledot._kernels.forward import accumulate, accumulate_1, accumulate_2, accumulate_3
 from scaledot._kernels.gradient import (
     gradient_tile,
     load_block,
     load_range,
     panel_depth,
-    room_of,
+    room_at,
     tile_range,
     wide_of,
 )
@@ -53,6 +58,7 @@ from scaledot._kernels.tile import DEPTH, EMPTY, end_key, first_key
 
 SPINS = 4096  # pauses before a thread that waits lets others have its processor
 NAP = 20_000  # nanoseconds
+RECORD = CALL.itemsize
 
 
 def delta_bytes(lane: int, number: int, d_v: int) -> int:
@@ -183,8 +189,11 @@ def add_dq(kind, call, room, pair, block, count, share):  # type: ignore[no-unty
             )
         for i in range(min(lane, count - first)):
             given = numbers(kind, room.rows + size(kind) * i * k_wide, call.d_k)
-            place = (pair * call.len_q + first_row + first + i) * call.d_k
-            total = numbers(kind, call.dq + size(kind) * place, call.d_k)
+            row = first_row + first + i
+            place = pair * call.len_q + row
+            if call.num_groups:
+                place = row * call.num_heads + pair
+            total = numbers(kind, call.dq + size(kind) * place * call.d_k, call.d_k)
             for c in range(call.d_k):
                 total[c] += scale * given[c]
     atomics.store(progress, share + 1)
@@ -228,17 +237,20 @@ def item_of(kind, call):  # type: ignore[no-untyped-def]
 @separate
 def store_range(kind, call, room, key_pair, start, count):  # type: ignore[no-untyped-def]
     """Write the rows of dK and dV of a range."""
-    item = item_of(kind, call)
-    place = item * (key_pair * call.len_kv + start)
+    item, place, step = item_of(kind, call), key_pair * call.len_kv + start, np.int64(1)
+    if call.num_groups:
+        step = call.num_heads // call.group_size
+        place = start * step + key_pair
+    place, step = item * place, item * step
     if call.dk:
         store_rows(
             kind, room.dk, wide_of(kind, call.d_k), call.d_k, call.scale, call.out_dtype,
-            call.dk + place * call.d_k, item * call.d_k, count,
+            call.dk + place * call.d_k, step * call.d_k, count,
         )  # fmt: skip
     if call.dv:
         store_rows(
             kind, room.dv, wide_of(kind, call.d_v), call.d_v, 1.0, call.out_dtype,
-            call.dv + place * call.d_v, item * call.d_v, count,
+            call.dv + place * call.d_v, step * call.d_v, count,
         )  # fmt: skip
 
 
@@ -255,32 +267,72 @@ def store_rows(kind, source, wide, d, scale, code, target, step, count):  # type
 
 
 @inlined
-def pull(kind, address, worker, budget):  # type: ignore[no-untyped-def]
-    """Take ranges of keys from the shared counter until none is left."""
+def pull_range(kind, address, task, memory):  # type: ignore[no-untyped-def]
+    """Do one task of a call: a range of keys. Return its scores."""
     call = read(address)
-    room = room_of(kind, call, worker)
+    room = room_at(kind, call, memory)
     kv_heads = call.num_heads // call.group_size
-    key_pairs, ranges = call.num_entries * kv_heads, -(-call.len_kv // call.key_range)
+    key_pairs = call.num_entries * kv_heads
     blocks = -(-call.len_q // (SUBS * NR * lanes(kind)))
     k_wide, v_wide = wide_of(kind, call.d_k), wide_of(kind, call.d_v)
     numbers(kind, room.ones, NR * lanes(kind))[:] = 1
+    # Range after range, so that neighbours in time add to the dQ of different heads.
+    key_pair, start = task % key_pairs, task // key_pairs * call.key_range
+    count, scores = min(call.key_range, call.len_kv - start), np.int64(0)
+    clean = load_range(kind, call, room, key_pair, start, count)
+    rows = -(-count // MR) * MR
+    numbers(kind, room.dk, rows * k_wide)[:] = 0
+    numbers(kind, room.dv, rows * v_wide)[:] = 0
+    head = key_pair % kv_heads * call.group_size
+    for g in range(call.group_size):
+        pair = key_pair // kv_heads * call.num_heads + head + g
+        for block in range(blocks - 1, -1, -1):
+            scores += pull_block(kind, call, room, pair, block, start, start + count, clean)
+    store_range(kind, call, room, key_pair, start, count)
+    return scores
+
+
+@separate
+def member_of(call, task):  # type: ignore[no-untyped-def]
+    """Number of the sequence that a task belongs to: the last one that starts at it or before."""
+    low, high = np.int64(0), call.num_groups
+    while high - low > 1:
+        middle = (low + high) // 2
+        if load_int64(call.member_starts + 8 * middle) <= task:
+            low = middle
+        else:
+            high = middle
+    return low
+
+
+@inlined
+def find_task(call, address, tasks, task):  # type: ignore[no-untyped-def]
+    """Record that a task belongs to, and its number there; no record where none is left.
+
+    ``tasks`` are those of a call that is no call of packed sequences.
+    """
+    if call.num_groups == 0:
+        return (address if task < tasks else np.int64(0)), task
+    if task >= load_int64(call.member_starts + 8 * call.num_groups):
+        return np.int64(0), task
+    member = member_of(call, task)
+    first = load_int64(call.member_starts + 8 * member)
+    return call.members + RECORD * member, task - first
+
+
+@inlined
+def pull(kind, address, worker, budget):  # type: ignore[no-untyped-def]
+    """Take ranges of keys from the shared counter until none is left."""
+    call = read(address)
+    memory, tasks = up(call.scratch + worker * call.scratch_bytes), np.int64(0)
+    if call.num_groups == 0:
+        ranges = -(-call.len_kv // call.key_range)
+        tasks = call.num_entries * (call.num_heads // call.group_size) * ranges
     while budget > 0:
-        task = fetch_add(call.counter, 1)
-        if task >= key_pairs * ranges:
+        here, task = find_task(call, address, tasks, fetch_add(call.counter, 1))
+        if here == 0:
             return 0
-        # Range after range, so that neighbours in time add to the dQ of different heads.
-        key_pair, start = task % key_pairs, task // key_pairs * call.key_range
-        count, scores = min(call.key_range, call.len_kv - start), np.int64(0)
-        clean = load_range(kind, call, room, key_pair, start, count)
-        rows = -(-count // MR) * MR
-        numbers(kind, room.dk, rows * k_wide)[:] = 0
-        numbers(kind, room.dv, rows * v_wide)[:] = 0
-        head = key_pair % kv_heads * call.group_size
-        for g in range(call.group_size):
-            pair = key_pair // kv_heads * call.num_heads + head + g
-            for block in range(blocks - 1, -1, -1):
-                scores += pull_block(kind, call, room, pair, block, start, start + count, clean)
-        store_range(kind, call, room, key_pair, start, count)
+        scores = pull_range(kind, here, task, memory)
         budget -= (scores + 1) * 5 * (call.d_k + call.d_v + 1) // 2
     return 1
 
@@ -320,6 +372,18 @@ def block_deltas(kind, call, pair, row, count, memory):  # type: ignore[no-untyp
 
 
 @inlined
+def rows_of_task(kind, address, task, memory):  # type: ignore[no-untyped-def]
+    """Deltas of one block of queries of a call."""
+    call, span = read(address), NR * lanes(kind)
+    blocks = -(-call.len_q // (SUBS * span))
+    pair, first = task // blocks, task % blocks * SUBS * span
+    held = load_int64(call.q_count + 8 * (pair // call.num_heads))
+    for row in range(first, min(first + SUBS * span, held), span):
+        block_deltas(kind, call, pair, row, min(span, held - row, first + SUBS * span - row),
+                     memory)  # fmt: skip
+
+
+@inlined
 def row_deltas(kind, address, worker, budget):  # type: ignore[no-untyped-def]
     """Delta = rowsum(dO∘O) - dlse of every row (algorithm 2, line 4), from the shared counter.
 
@@ -327,19 +391,14 @@ def row_deltas(kind, address, worker, budget):  # type: ignore[no-untyped-def]
     """
     call = read(address)
     memory = up(call.scratch + worker * call.scratch_bytes)
-    span = NR * lanes(kind)
-    blocks = -(-call.len_q // (SUBS * span))
+    rows = SUBS * NR * lanes(kind)
+    tasks = call.num_entries * call.num_heads * -(-call.len_q // rows)
     while budget > 0:
-        task = fetch_add(call.counter, 1)
-        if task >= call.num_entries * call.num_heads * blocks:
+        here, task = find_task(call, address, tasks, fetch_add(call.counter, 1))
+        if here == 0:
             return 0
-        pair, first = task // blocks, task % blocks * SUBS * span
-        last = min(
-            first + SUBS * span, load_int64(call.q_count + 8 * (pair // call.num_heads))
-        )
-        for row in range(first, last, span):
-            block_deltas(kind, call, pair, row, min(span, last - row), memory)
-        budget -= SUBS * span * call.d_v
+        rows_of_task(kind, here, task, memory)
+        budget -= rows * call.d_v
     return 1
 
 

@@ -99,8 +99,13 @@ _sizes = inlined(room_sizes)
 @inlined
 def room_of(kind, call, worker):  # type: ignore[no-untyped-def]
     """Addresses in the scratch memory of one worker."""
+    return room_at(kind, call, up(call.scratch + worker * call.scratch_bytes))
+
+
+@inlined
+def room_at(kind, call, keys):  # type: ignore[no-untyped-def]
+    """Addresses of arrays that lie one after the other, the keys first."""
     s = _sizes(lanes(kind), size(kind), call.d_k, call.d_v, call.len_q, call.key_range)
-    keys = up(call.scratch + worker * call.scratch_bytes)
     clean_keys = keys + up(s[0])
     values = clean_keys + up(s[1])
     dk = values + up(s[2])
