@@ -1,7 +1,17 @@
 """One call cut into the shards of several ranks, and what these return put together."""
 
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import traceback
+from pathlib import Path
+
 import numpy as np
+import pytest
 import torch
+import torch.distributed as dist
 
 import cases
 from scaledot._ring import ring_attention
@@ -140,3 +150,58 @@ def spread(arguments, grad_out, world_size, layout, *, function=ring_attention, 
 def arguments_of(option, dtype="float32", size=SIZE, number=0):
     arrays = size.arrays(np.random.default_rng(number))
     return {n: x.astype(cases.dtype_named(dtype)) for n, x in arrays.items()} | OPTIONS[option]
+
+
+# Real processes
+
+
+def run_program(path, *arguments, timeout=240, **environment):
+    """Run a test file as a program that forks ranks; fail if they hang, return what it said."""
+    here = Path(path).resolve().parent
+    variables = os.environ | {
+        "PYTHONPATH": os.pathsep.join([str(here.parent / "src"), str(here)]),
+        "OMP_NUM_THREADS": "1", "SCALEDOT_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo",
+    }  # fmt: skip
+    process = subprocess.Popen(
+        [sys.executable, path, *map(str, arguments)], env=variables | environment,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True,
+    )  # fmt: skip
+    try:
+        said, _ = process.communicate(timeout=timeout)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)  # the session that was started here
+        pytest.fail(f"ranks hang: {process.communicate()[0]}")
+    assert process.returncode == 0, said
+    return said
+
+
+def fork_ranks(world_size, play, folder, timeout):
+    """Fork ranks that meet over gloo; what ``play(rank)`` returns is left as a file of the folder.
+
+    Returns the exit codes of the ranks.
+    """
+    torch.set_num_threads(1)
+    folder.mkdir(parents=True, exist_ok=True)
+    processes = []
+    for rank in range(world_size):
+        process = os.fork()
+        if process == 0:
+            try:
+                dist.init_process_group(
+                    "gloo", init_method=f"file://{folder}/meeting", rank=rank,
+                    world_size=world_size, timeout=timeout,
+                )  # fmt: skip
+                (folder / f"{rank}.pickle").write_bytes(pickle.dumps(play(rank)))
+                os._exit(0)  # groups with a dead member do not end well
+            finally:
+                traceback.print_exc()
+                sys.stderr.flush()
+                os._exit(1)
+        processes.append(process)
+    return [os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) for process in processes]
+
+
+def left_by(folder, world_size):
+    """What each rank left; None for one that did not come so far."""
+    files = [folder / f"{rank}.pickle" for rank in range(world_size)]
+    return [pickle.loads(file.read_bytes()) if file.exists() else None for file in files]

@@ -26,6 +26,7 @@ from ring_calls import (
     spread,
     tensor,
 )
+from scaledot import _ring_plan
 from scaledot._ring import ring_attention
 from scaledot._ring_transport import InProcessRing
 from scaledot._ulysses import ulysses_attention
@@ -78,6 +79,38 @@ TURNS = [(option, *PLACES[(i + j * 2) % 6], ("float32", "float64")[(i + j) % 2])
 def test_every_option(option, world_size, layout, dtype, function):
     check(arguments_of(option, dtype), dtype, world_size, layout,
           expected_of_option(option, dtype), function=FUNCTIONS[function])  # fmt: skip
+
+
+@pytest.fixture
+def small_pieces(monkeypatch):
+    """Every key head travels by itself; every head of query is computed with by itself."""
+    monkeypatch.setattr(_ring_plan, "PIECE_BYTES", 1)
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+def test_every_option_in_pieces(option, small_pieces):
+    world_size, layout = PLACES[len(option) % 6]
+    check(arguments_of(option), "float32", world_size, layout,
+          expected_of_option(option, "float32"))  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize(("heads", "kv_heads"), [(8, 1), (12, 4), (10, 5), (24, 12)])
+def test_heads_in_pieces(heads, kv_heads, dtype, small_pieces):
+    """Groups that are cut and ranges of heads that one seed does not serve."""
+    size = cases.Size(len_q=9, len_kv=9, num_heads=heads, num_kv_heads=kv_heads, lead=(2,))
+    options = {"dropout": 0.4, "seed": 5, "alibi_slopes": normal(heads) ** 2, "causal": True}
+    arguments = arguments_of("plain", dtype, size) | options
+    expected = expected_of(arguments, dtype, with_lse=False)
+    check(arguments, dtype, 3, "zigzag", expected, lengths=(4, 0, 5))
+
+
+def test_pieces_change_no_bit(monkeypatch):
+    arguments = arguments_of("everything")
+    grad_out = expected_of_option("everything", "float32").grad_out
+    whole = spread(arguments, grad_out, 4, "zigzag")
+    monkeypatch.setattr(_ring_plan, "PIECE_BYTES", 1)
+    assert torch.equal(spread(arguments, grad_out, 4, "zigzag").out, whole.out)
 
 
 @pytest.mark.parametrize("function", FUNCTIONS)

@@ -12,7 +12,7 @@ pytest.importorskip("torch")
 import torch
 
 from ring_calls import FUNCTIONS, LAYOUTS, normal, shards_of
-from scaledot import _passes
+from scaledot import _passes, _ring_plan
 from scaledot._ring import ring_attention
 from scaledot._ring_plan import begin, runs_of
 from scaledot._ring_transport import InProcessRing
@@ -149,6 +149,59 @@ def test_the_next_shard_is_on_its_way_while_this_one_is_computed(monkeypatch):
         assert log == there + back
 
 
+class Slow:
+    """A member of a ring whose messages arrive when they are waited for, and that keeps account."""
+
+    def __init__(self, member, log):
+        self.rank, self.world_size, self._member, self._log = (
+            member.rank, member.world_size, member, log
+        )  # fmt: skip
+        self._started = 0
+
+    def rotate(self, arrays, shapes, hop=1):
+        wait = self._member.rotate(arrays, shapes, hop)
+        if arrays[0].ndim == 1:  # agreement about the call
+            return wait
+        number, self._started = self._started, self._started + 1
+        self._log.append(("start", number))
+
+        def waited():
+            self._log.append(("wait", number))
+            return wait()
+
+        return waited
+
+
+@pytest.mark.parametrize(("pieces", "size"), [(1, 2**30), (4, 1)])
+def test_a_slow_network_has_the_time_of_a_block(pieces, size, monkeypatch):
+    """Hop k + 1 starts before block k is computed and is waited for after it, piece by piece."""
+    monkeypatch.setattr(_ring_plan, "PIECE_BYTES", size)
+    logs, real = {}, _passes.forward
+
+    def forward(query, key, value, options, **more):
+        log = logs[threading.get_ident()]
+        log.append(("compute", sum(kind == "compute" for kind, _ in log)))
+        return real(query, key, value, options, **more)
+
+    monkeypatch.setattr(_passes, "forward", forward)
+    x = torch.tensor(normal(4, 9, 4))
+
+    def work(member):
+        log = logs[threading.get_ident()] = []
+        shard = x[:, 3 * member.rank :][:, :3]
+        ring_attention(shard, shard, shard, group=Slow(member, log))
+        return log
+
+    for log in InProcessRing(3).run(work):
+        assert len(log) == 2 * 2 * pieces + 3 * pieces
+        for number in range(2 * pieces):
+            start, computed, waited = (
+                log.index((kind, number)) for kind in ("start", "compute", "wait")
+            )
+            assert start < computed < waited
+            assert waited < log.index(("compute", number + pieces))  # which needs what arrived
+
+
 class Copying:
     """A member of a ring that receives into memory of its own, and counts how much it holds."""
 
@@ -200,6 +253,37 @@ def test_shards_that_a_rank_holds(world_size):
     for there, back in InProcessRing(world_size).run(work):
         assert there <= 2 * shard
         assert back <= 3 * shard
+
+
+@pytest.mark.parametrize("world_size", [4, 8])
+def test_pieces_that_a_rank_holds(world_size, monkeypatch):
+    """One shard of keys and one of gradients, and of each a piece that is on its way."""
+    monkeypatch.setattr(_ring_plan, "PIECE_BYTES", 1)
+    x = torch.tensor(normal(8, 3 * world_size, 4))
+    shard = 2 * 8 * 3 * 4  # key and value
+    piece = shard // 8
+
+    def work(member):
+        group = Copying(member)
+        q, k, v = (x[:, 3 * member.rank :][:, :3].clone().requires_grad_() for _ in range(3))
+        out = ring_attention(q, k, v, group=group)
+        there, group.most = group.most, 0
+        out.sum().backward()
+        return there, group.most
+
+    for there, back in InProcessRing(world_size).run(work):
+        assert there <= shard + piece
+        assert back <= 2 * shard + 2 * piece
+
+
+@pytest.mark.parametrize("lengths", [(64, 64, 64, 64), (97, 90, 110, 83)])
+def test_zigzag_balances_uneven_lengths(lengths):
+    """Within the unevenness of the shards themselves."""
+    work = [pairs_of(blocks, causal=True) for blocks in plans(lengths, "zigzag", causal=True)]
+    assert sum(work) == sum(lengths) * (sum(lengths) + 1) // 2
+    for done, length in zip(work, lengths, strict=True):
+        share = length / np.mean(lengths)
+        assert abs(done / np.mean(work) - share) <= 0.1
 
 
 # Errors

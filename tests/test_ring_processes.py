@@ -36,6 +36,7 @@ from ring_calls import (  # noqa: E402 - imports PyTorch
     shards_of,
     tensor,
 )
+from scaledot._ring_transport import ProcessGroupRing  # noqa: E402
 
 pytestmark = pytest.mark.heavy
 
@@ -122,7 +123,30 @@ def play_different(rank, world_size):
     wide = torch.ones(4, 2, 5) if last else x
     texts = [message_of(lambda f=f: f(x, x, x, causal=last)) for f in FUNCTIONS.values()]
     texts += [message_of(lambda f=f: f(wide, x, x)) for f in FUNCTIONS.values()]
-    return texts
+    more = torch.ones(8, 2, 3) if last else x  # right by itself
+    return texts + [message_of(lambda f=f: f(more, x, x)) for f in FUNCTIONS.values()]
+
+
+def play_arrival(rank, world_size):
+    """Whether a message arrives while this process is busy and calls nothing of the ring."""
+    received, real = [], torch.empty
+
+    def empty(*args, **options):
+        received.append(real(*args, **options).zero_())
+        return received[-1]
+
+    x = torch.full((2**21,), rank + 1.0)
+    torch.empty = empty
+    try:
+        wait = ProcessGroupRing(None).rotate([x], [tuple(x.shape)])
+    finally:
+        torch.empty = real
+    end = time.monotonic() + GROUP_TIMEOUT.total_seconds() / 2
+    while received[0][-1] == 0 and time.monotonic() < end:
+        x.sum()
+    arrived = float(received[0][-1])
+    wait()
+    return arrived
 
 
 def play_late(rank, world_size):
@@ -145,7 +169,7 @@ def play_death(rank, world_size):
 
 
 SCENES = {
-    2: [play_calls, play_numpy, play_outsider, play_different, play_late],
+    2: [play_calls, play_numpy, play_outsider, play_different, play_arrival, play_late],
     4: [play_calls, play_subgroup, play_different, play_death],
 }
 
@@ -287,10 +311,18 @@ def test_differences_are_errors_on_every_rank(everything, world_size):
             assert kind == "ValueError"
             assert text.startswith(f"the arguments must be valid on every rank, got an error on "
                                    f"rank {last}.")  # fmt: skip
-        for kind, text, _ in texts[2:] if rank == last else []:
+        for kind, text, _ in texts[2:4] if rank == last else []:
             assert (kind, text.partition(",")[0]) == (
                 "ValueError", "query and key must have the same d_k"
             )  # fmt: skip
+        for kind, text, _ in texts[4:]:
+            heads = ", ".join(f"{8 if r == last else 4} on rank {r}" for r in range(last + 1))
+            assert kind == "ValueError"
+            assert text.startswith(f"num_heads must be the same on every rank, got {heads}")
+
+
+def test_the_next_hop_arrives_while_a_block_is_computed(everything):
+    assert scene_of(everything, 2, play_arrival) == [2.0, 1.0]
 
 
 def test_a_late_process_is_an_error_of_those_that_wait(everything):

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, cast
 
 from scaledot import _arrays, _passes, _reference, _ring_plan
 from scaledot._derivatives import Grads
-from scaledot._ring_plan import Block, Layout, Shards, kv_shapes
+from scaledot._ring_plan import Block, Layout, Part, Piece, Shards, kv_shapes, of_heads
 from scaledot._ring_transport import Shape
 from scaledot._spec import Options, accumulation
 from scaledot._state import State, empty_state, merged
@@ -89,10 +90,12 @@ def ring_attention(
 
     Notes
     -----
-    Partial results are held in float32 (float64 for float64). A rank holds its own keys and values,
-    those it computes with and those on their way to it; going back, gradients of keys and values in
-    float32 travel with them. Gradients of a bias, of slopes and of sinks are those of this rank's
-    rows: sum those of what is the same on every rank. Second derivatives are an error.
+    Partial results are held in float32 (float64 for float64). A rank holds its own keys and values
+    and those of one other rank, which arrive while it computes, some heads after the others; going
+    back, gradients of keys and values in float32 travel with them. With key heads enough to part,
+    and 8 MiB of keys and values or more, that is less than 4 times its query, key and value.
+    Gradients of a bias, of slopes and of sinks are those of this rank's rows: sum those of what is
+    the same on every rank. Second derivatives are an error.
 
     References
     ----------
@@ -152,22 +155,24 @@ class _Given(NamedTuple):
     q_segments: Array | None
 
     def block(
-        self, shards: Shards, block: Block, arrays: Sequence[Array]
+        self, shards: Shards, part: Part, block: Block, arrays: Sequence[Array]
     ) -> tuple[Array, Array, Array, Options]:
         """Query, key, value and options of one block, given what has travelled here."""
         rows, columns = block.rows, block.columns
         segments = None
         if self.q_segments is not None:
             segments = _cut(self.q_segments, -1, rows), arrays[2][..., columns]
-        bias = self.bias
+        bias, slopes = self.bias, self.alibi_slopes
         if bias is not None:
-            bias = bias[_bias_index(bias, block)]
+            bias = bias[_bias_index(bias, part, block)]
+        if slopes is not None and part.heads is not None:
+            slopes = slopes[part.heads]
         options = shards.options._replace(
-            bias=bias, segment_ids=segments, alibi_slopes=self.alibi_slopes, sinks=None,
+            bias=bias, segment_ids=segments, alibi_slopes=slopes, sinks=None, seed=part.seed,
             q_offset=block.q_offset, kv_offset=block.kv_offset,
         )  # fmt: skip
-        key, value = (x[..., columns, :] for x in arrays[:2])
-        return self.query[..., rows, :], key, value, options
+        key, value = (of_heads(x, part.inside)[..., columns, :] for x in arrays[:2])
+        return of_heads(self.query, part.heads)[..., rows, :], key, value, options
 
 
 def _given(shards: Shards, arrays: Sequence[Array | None]) -> _Given:
@@ -186,68 +191,82 @@ def _cut(x: Array, axis: int, part: slice) -> Array:
     return x[(..., part) + (slice(None),) * (-1 - axis)]
 
 
-def _bias_index(bias: Array, block: Block) -> tuple[Any, ...]:
-    """Where the part of a bias for one block lies; an axis that is broadcast stays as it is."""
+def _bias_index(bias: Array, part: Part, block: Block) -> tuple[Any, ...]:
+    """Where the share of a bias for one block lies; an axis that is broadcast stays as it is."""
     size = block.columns.stop - block.columns.start
     columns = slice(block.kv_offset, block.kv_offset + size)
-    parts = [slice(None)] * bias.ndim
-    for axis, part in ((-1, columns), (-2, block.rows)):
-        if bias.ndim >= -axis and bias.shape[axis] != 1:
-            parts[axis] = part
-    return tuple(parts)
+    index = [slice(None)] * bias.ndim
+    for axis, inside in ((-1, columns), (-2, block.rows), (-3, part.heads)):
+        if inside is not None and bias.ndim >= -axis and bias.shape[axis] != 1:
+            index[axis] = inside
+    return tuple(index)
 
 
-def _each_shard(
-    shards: Shards, given: _Given, visit: Callable[[int, Sequence[Array]], None]
+def _each_piece(
+    shards: Shards, given: _Given, visit: Callable[[int, Piece, Sequence[Array]], None]
 ) -> None:
-    """Call ``visit(source, (key, value, ids))`` for every rank's shard, the own one first.
+    """Call ``visit(source, piece, (key, value, ids))`` for all heads of every rank's shard.
 
-    The next shard is on its way meanwhile.
+    The own shard comes first. A piece of the next one is on its way while the same piece of this
+    one is computed with, and takes its place afterwards: one piece is held twice, not a shard.
     """
-    arrays: list[Array] = [given.key, given.value]
-    if shards.segments is not None:
-        arrays.append(shards.segments)
+    held: list[list[Array]] = [
+        [of_heads(x, piece.heads) for x in (given.key, given.value)] for piece in shards.pieces
+    ]
+    ids = [] if shards.segments is None else [shards.segments]  # they go with the first piece
     for step in range(shards.world_size):
         source = (shards.rank - step) % shards.world_size
-        wait = None
-        if step < shards.world_size - 1:
-            following = (source - 1) % shards.world_size
-            wait = shards.transport.rotate(arrays, kv_shapes(shards, arrays, following))
-        visit(source, arrays)
-        if wait is not None:
-            arrays = wait()
+        following, is_last = (source - 1) % shards.world_size, step == shards.world_size - 1
+        next_ids: list[Array] = []
+        for piece in shards.pieces:
+            sent, wait = held[piece.number] + (ids if piece.number == 0 else []), None
+            if not is_last:
+                wait = shards.transport.rotate(sent, kv_shapes(shards, sent, following))
+            visit(source, piece, held[piece.number] + ids)
+            del sent
+            held[piece.number] = []  # memory of what has been used and sent on is free from here
+            if wait is not None:
+                arrived = wait()
+                held[piece.number] = arrived[:2]
+                next_ids += arrived[2:]
+                del arrived
+        ids = next_ids
 
 
 def _forward(shards: Shards, shares: _Shares | None, *arrays: Array) -> State:
-    """Attention of this rank's queries over all keys, without sinks."""
+    """Attention of this rank's queries over all keys, without sinks.
+
+    ``out`` is rounded to the dtype of query unless a sink is to be merged with it.
+    """
     given, xp = _given(shards, arrays), _arrays.namespace(arrays[0])
-    states: dict[int, State] = {}
-
-    def visit(source: int, travelled: Sequence[Array]) -> None:
-        for block in shards.blocks(source):
-            query, key, value, options = given.block(shards, block, travelled)
-            state = _passes.forward(query, key, value, options, slices=True, wide=True)
-            place = block.rows.start
-            if shares is not None:
-                shares.add(source, block, state.lse)
-            with _arrays.quiet(xp):
-                states[place] = merged(xp, states[place], state) if place in states else state
-
-    _each_shard(shards, given, visit)
     spec = shards.problem.spec
     front = () if spec.matrix else spec.scores_shape[:-2]
-    dtype = accumulation(given.query, spec)
-    parts = [
-        states[rows.start] if rows.start in states
-        else empty_state(xp, (*front, rows.stop - rows.start), spec.d_v, dtype, given.query)
-        for rows in shards.rows() or [slice(0, 0)]
-    ]  # fmt: skip
-    if len(parts) == 1:
-        return parts[0]
-    return State(
-        xp.concat([part.out for part in parts], axis=-2),
-        xp.concat([part.lse for part in parts], axis=-1),
+    total = empty_state(
+        xp, (*front, spec.len_q), spec.d_v, accumulation(given.query, spec), given.query
     )
+    begun: set[tuple[int, int]] = set()
+
+    def visit(source: int, piece: Piece, travelled: Sequence[Array]) -> None:
+        for part, block in itertools.product(piece.parts, shards.blocks(source)):
+            query, key, value, options = given.block(shards, part, block, travelled)
+            state = _passes.forward(query, key, value, options, slices=True, wide=True)
+            if shares is not None:
+                shares.add(source, part, block, state.lse)
+            place = (part.number, block.rows.start)
+            out = of_heads(total.out, part.heads)[..., block.rows, :]
+            lse = _of_rows(total.lse, part, block)
+            with _arrays.quiet(xp):
+                if place in begun:
+                    state = merged(xp, State(out, lse), state)
+                out[...], lse[...] = state
+            begun.add(place)
+
+    _each_piece(shards, given, visit)
+    if shards.problem.sinks is None:
+        dtype = cast(Any, given.query).dtype
+        with _arrays.quiet(xp):
+            return State(xp.astype(total.out, dtype, copy=False), total.lse)
+    return total
 
 
 def _backward(
@@ -260,40 +279,79 @@ def _backward(
     wanted = {name for name, is_needed in zip(_NAMES, needed, strict=True) if is_needed}
     dtype, args = accumulation(query, shards.problem.spec), dict(zip(_NAMES, tensors, strict=True))
     totals = _Totals(xp, query, dtype)
-    going = [name for name in _TRAVEL if name in wanted]
-    home: list[Callable[[], list[Array]]] = []
+    home = _Homeward(shards, [name for name in _TRAVEL if name in wanted])
 
-    def visit(source: int, travelled: Sequence[Array]) -> None:
+    def visit(source: int, piece: Piece, travelled: Sequence[Array]) -> None:
         own = _Totals(xp, query, dtype)
-        shapes = dict(zip(_TRAVEL, travelled, strict=False))
-        for block in shards.blocks(source):
+        shapes = {name: tuple(x.shape) for name, x in zip(_TRAVEL, travelled, strict=False)}
+        for part, block in itertools.product(piece.parts, shards.blocks(source)):
             found = _block_gradients(
-                shards, given, block, travelled, shares, whole, source, wanted
+                shards, given, part, block, travelled, shares, whole, source, wanted
             )
             for name in wanted:
-                sums, x = (own, shapes[name]) if name in going else (totals, args[name])
-                sums.add(name, tuple(x.shape), getattr(found, name), block)
-        own_sums = [own.take(name, tuple(shapes[name].shape)) for name in going]
-        if home:
-            _add(own_sums, home.pop()())
-        if own_sums:
-            length = shards.kv_lengths[(source - 1) % shards.world_size]
-            following = [(*x.shape[:-2], length, x.shape[-1]) for x in own_sums]
-            home.append(shards.transport.rotate(own_sums, following))
+                sums, shape = (
+                    (own, shapes[name]) if name in home.names else (totals, tuple(args[name].shape))
+                )
+                sums.add(name, shape, getattr(found, name), part, block)
+            del found  # before others arrive
+        home.send(source, piece, [own.take(name, shapes[name]) for name in home.names])
 
     with _arrays.quiet(xp):
-        _each_shard(shards, given, visit)
-    arrived = dict(zip(going, home.pop()(), strict=True)) if home else {}
+        _each_piece(shards, given, visit)
+    arrived = home.arrived(args)
     return [
         None if name not in wanted
-        else (arrived[name] if name in going else totals.take(name, tuple(x.shape))).to(x.dtype)
+        else arrived[name] if name in arrived
+        else totals.take(name, tuple(x.shape)).to(x.dtype)
         for name, x in args.items()
     ]  # fmt: skip
 
 
+class _Homeward:
+    """Gradients of keys and values, which follow these around the ring and grow on every rank."""
+
+    def __init__(self, shards: Shards, names: list[str]) -> None:
+        self.names = names
+        self._shards = shards
+        self._flying: tuple[int, Callable[[], list[Array]]] | None = None
+        self._parked: dict[int, list[Array]] = {}
+
+    def send(self, source: int, piece: Piece, own: list[Array]) -> None:
+        """Add what has arrived for a piece of ``source``'s shard to the own part, pass both on."""
+        if not self.names:
+            return
+        self._land()
+        _add(own, self._parked.pop(piece.number, []))
+        length = self._shards.kv_lengths[(source - 1) % self._shards.world_size]
+        following = [(*x.shape[:-2], length, x.shape[-1]) for x in own]
+        self._flying = piece.number, self._shards.transport.rotate(own, following)
+
+    def arrived(self, arguments: dict[str, Any]) -> dict[str, Any]:
+        """Gradients of the own keys and values, in the dtypes of these."""
+        if not self.names:
+            return {}
+        self._land()
+        pieces = self._shards.pieces
+        if len(pieces) == 1:
+            found = dict(zip(self.names, self._parked.pop(0), strict=True))
+            return {name: x.to(arguments[name].dtype) for name, x in found.items()}
+        joined = {name: arguments[name].new_empty(arguments[name].shape) for name in self.names}
+        for piece in pieces:
+            for name, x in zip(self.names, self._parked.pop(piece.number), strict=True):
+                of_heads(joined[name], piece.heads)[...] = x
+        return joined
+
+    def _land(self) -> None:
+        """Take in what was started last, which frees what was sent."""
+        if self._flying is not None:
+            number, wait = self._flying
+            self._flying = None
+            self._parked[number] = wait()
+
+
 def _add(sums: Sequence[Array], received: Sequence[Array]) -> None:
-    """Add in place; what was received is let go on return, before more is expected."""
-    for total, x in zip(sums, received, strict=True):
+    """Add in place; what was received, if anything, is let go on return."""
+    for total, x in zip(sums, received, strict=False):
         total += x
 
 
@@ -304,49 +362,57 @@ class _Totals:
         self._xp, self._query, self._dtype = xp, query, dtype
         self._sums: dict[str, Array] = {}
 
-    def add(self, name: str, shape: Shape, part: Array, block: Block) -> None:
+    def add(self, name: str, shape: Shape, grad: Array, part: Part, block: Block) -> None:
         """Add what one block gives to an argument of that shape."""
         if name not in self._sums:
-            if tuple(part.shape) == shape:
-                self._sums[name] = self._xp.astype(part, self._dtype, copy=False)
+            if tuple(grad.shape) == shape:
+                self._sums[name] = self._xp.astype(grad, self._dtype, copy=False)
                 return
             self._sums[name] = self._zeros(shape)
-        self._sums[name][_index(name, self._sums[name], block)] += part
+        self._sums[name][_index(name, self._sums[name], part, block)] += grad
 
     def take(self, name: str, shape: Shape) -> Array:
         """Return a sum; zeros where no block gave anything."""
-        return self._sums[name] if name in self._sums else self._zeros(shape)
+        return self._sums.pop(name) if name in self._sums else self._zeros(shape)
 
     def _zeros(self, shape: Shape) -> Array:
         return self._xp.zeros(shape, dtype=self._dtype, **_arrays.device_of(self._query))
 
 
-def _index(name: str, total: Array, block: Block) -> tuple[Any, ...]:
-    """Where the gradient of one block belongs in that of an argument."""
+def _index(name: str, total: Array, part: Part, block: Block) -> tuple[Any, ...]:
+    """Where the gradient of one block belongs in that of an argument; keys are of one piece."""
     if name == "bias":
-        return _bias_index(total, block)
+        return _bias_index(total, part, block)
     if name == "alibi_slopes":
-        return (...,)
-    return (..., block.rows if name == "query" else block.columns, slice(None))
+        return (...,) if part.heads is None else (part.heads,)
+    heads, rows = (part.heads, block.rows) if name == "query" else (part.inside, block.columns)
+    if heads is None or total.ndim < 3:
+        return (..., rows, slice(None))
+    return (..., heads, rows, slice(None))
+
+
+def _of_rows(x: Array, part: Part, block: Block) -> Array:
+    """Numbers (..., num_heads, len_q) of the rows of a block."""
+    return (x if part.heads is None else x[..., part.heads, :])[..., block.rows]
 
 
 def _block_gradients(
-    shards: Shards, given: _Given, block: Block, travelled: Sequence[Array], shares: _Shares,
-    whole: Sequence[Array], source: int, wanted: set[str],
+    shards: Shards, given: _Given, part: Part, block: Block, travelled: Sequence[Array],
+    shares: _Shares, whole: Sequence[Array], source: int, wanted: set[str],
 ) -> Grads:  # fmt: skip
     """What one block adds to the gradients, given out over all keys, and what reaches the state.
 
     In the whole state the block has weight ``share``, and ``exp(score - lse)`` of the whole is
     ``share·exp(score - lse)`` of the block; so everything that comes in is multiplied by it.
     """
-    out, grad_out, grad_lse = whole
-    query, key, value, options = given.block(shards, block, travelled)
-    lse, share = shares.of(source, block)
-    out, grad_out = out[..., block.rows, :], share[..., None] * grad_out[..., block.rows, :]
+    query, key, value, options = given.block(shards, part, block, travelled)
+    lse, share = shares.of(source, part, block)
+    out, grad_out = (of_heads(x, part.heads)[..., block.rows, :] for x in whole[:2])
+    grad_out = share[..., None] * grad_out
     if _arrays.dtype_name(query) == "bfloat16":  # products of bfloat16 need both factors in it
         out, grad_out = out.to(query.dtype), grad_out.to(query.dtype)
     return _passes.backward(
-        query, key, value, options, out, lse, grad_out, share * grad_lse[..., block.rows],
+        query, key, value, options, out, lse, grad_out, share * _of_rows(whole[2], part, block),
         wanted=wanted, slices=True,
     )  # fmt: skip
 
@@ -360,18 +426,21 @@ class _Shares:
 
     def __init__(self, xp: Any) -> None:
         self._xp = xp
-        self._lse: dict[tuple[int, int, int], Array] = {}
-        self._sums: dict[int, tuple[Array, Array]] = {}
+        # By part and first row; then by source and first column.
+        self._lse: dict[tuple[int, int], dict[tuple[int, int], Array]] = {}
+        self._sums: dict[tuple[int, int], tuple[Array, Array]] = {}
 
-    def add(self, source: int, block: Block, lse: Array) -> None:
+    def add(self, source: int, part: Part, block: Block, lse: Array) -> None:
         """Remember a block, while going forward."""
-        self._lse[source, block.rows.start, block.columns.start] = lse
+        found = self._lse.setdefault((part.number, block.rows.start), {})
+        found[source, block.columns.start] = lse
 
-    def of(self, source: int, block: Block) -> tuple[Array, Array]:
+    def of(self, source: int, part: Part, block: Block) -> tuple[Array, Array]:
         """Log-sum-exp and weight of a block, (..., num_heads, rows)."""
-        place, lse = block.rows.start, self._lse[source, block.rows.start, block.columns.start]
+        place = part.number, block.rows.start
+        lse = self._lse[place][source, block.columns.start]
         if place not in self._sums:
-            self._sums[place] = self._sum([x for at, x in self._lse.items() if at[1] == place])
+            self._sums[place] = self._sum(list(self._lse[place].values()))
         top, total = self._sums[place]
         return lse, self._xp.exp(lse - top) / total
 

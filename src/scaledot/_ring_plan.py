@@ -2,24 +2,30 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import itertools
+import math
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias, cast
 
 import numpy as np
 
-from scaledot import _arrays
+from scaledot import _arrays, _masks
 from scaledot._errors import type_error, value_error
 from scaledot._masks import visible_range
 from scaledot._ring_transport import Shape, Transport, transport_of
-from scaledot._spec import Options, Problem, resolve
+from scaledot._spec import Options, Problem, Spec, batch_seeds, resolve, seed_halves
 from scaledot._typing import Array
 
 Layout: TypeAlias = Literal["contiguous", "zigzag"]
 LAYOUTS = ("contiguous", "zigzag")
+
+MOST_PIECES = 8
+PIECE_BYTES = 2**20  # of keys and values, at least
+ITEM_BYTES = {"float64": 8, "float32": 4}  # others have 2
 
 # What a rank tells the others before the first key travels. All but the last three must agree.
 _SAME = (
@@ -53,6 +59,28 @@ class Block(NamedTuple):
     columns: slice  # of the key shard
     q_offset: int
     kv_offset: int
+
+
+class Part(NamedTuple):
+    """Heads of query that are computed with in one go."""
+
+    number: int
+    heads: slice | None  # None is all of them
+    inside: slice | None  # those of key and value, counted in the piece
+    seed: Any  # with which head 0 of the part drops what it does as one of all
+
+
+class Piece(NamedTuple):
+    """Heads of key and value that travel together, and those of query that read them."""
+
+    number: int
+    heads: slice | None
+    parts: list[Part]
+
+
+def of_heads(x: Any, heads: slice | None) -> Any:
+    """Some heads of an array (..., heads, len, width), or of one (len, width)."""
+    return x if heads is None or x.ndim < 3 else x[..., heads, :, :]
 
 
 def runs_of(lengths: Sequence[int], layout: str) -> list[list[Run]]:
@@ -116,6 +144,47 @@ class Shards:
         options, problem = self.options, self.problem
         arrays = (problem.query, problem.key, problem.value, options.bias, options.alibi_slopes)
         return is_tracked(*arrays)
+
+    @functools.cached_property
+    def pieces(self) -> list[Piece]:
+        """Heads in the order in which they travel; the same on every rank.
+
+        A rank holds a piece twice while it travels, and the intermediate results of a part. Small
+        ones cost more messages than they save memory, and leave little to the threads of a rank.
+        """
+        spec, numbers = self.problem.spec, itertools.count()
+        token = ITEM_BYTES.get(spec.dtype, 2) * math.prod(spec.lead) * (spec.d_k + spec.d_v)
+        sent, read = (
+            min(MOST_PIECES, token * max(lengths) * heads // PIECE_BYTES)
+            for lengths, heads in (
+                (self.kv_lengths, spec.num_kv_heads), (self.q_lengths, spec.num_heads)
+            )
+        )  # fmt: skip
+        count = max(1, min(sent, spec.num_kv_heads))
+        parts = max(1, read // count)
+        if self.world_size == 1 or max(count, min(parts, spec.group_size)) == 1:
+            return [Piece(0, None, [Part(0, None, None, self.options.seed)])]
+        return [
+            Piece(number, heads, [self._part(next(numbers), heads, part)
+                                  for part in self._ranges(heads, parts)])
+            for number, heads in enumerate(_cuts(0, spec.num_kv_heads, count))
+        ]  # fmt: skip
+
+    def _ranges(self, kv_heads: slice, count: int) -> Iterator[tuple[int, int]]:
+        """Heads of query of each part of a piece; only a group is cut, unless a seed demands it."""
+        spec = self.problem.spec
+        start, stop = kv_heads.start * spec.group_size, kv_heads.stop * spec.group_size
+        count = min(count, spec.group_size) if kv_heads.stop - kv_heads.start == 1 else 1
+        for heads in _cuts(start, stop, count):
+            yield from seeded(heads.start, heads.stop, spec)
+
+    def _part(self, number: int, kv_heads: slice, heads: tuple[int, int]) -> Part:
+        spec, seed, (start, stop) = self.problem.spec, self.options.seed, heads
+        first, end = start // spec.group_size, -(-stop // spec.group_size)
+        if spec.dropout:
+            seed = seeds_from(self.problem.query, seed, start, spec)
+        inside = slice(first - kv_heads.start, end - kv_heads.start)
+        return Part(number, slice(start, stop), inside, seed)
 
     @property
     def places_matter(self) -> bool:
@@ -295,3 +364,46 @@ def kv_shapes(shards: Shards, arrays: Sequence[Array], source: int) -> list[Shap
         (*x.shape[:-2], length, x.shape[-1]) if place < 2 else (*x.shape[:-1], length)
         for place, x in enumerate(arrays)
     ]
+
+
+def seeded(start: int, stop: int, spec: Spec) -> list[tuple[int, int]]:
+    """Ranges of heads that one call can do: all, or with dropout those that one seed serves.
+
+    Dropout takes the exclusive or of a hash and the number of the head. Counted from 0 instead of
+    ``start``, the numbers differ by one exclusive or if ``start`` is a multiple of a power of 2
+    that is not below their count.
+    """
+    if not spec.dropout or start % (1 << max(0, stop - start - 1).bit_length()) == 0:
+        return [(start, stop)]
+    return [(head, head + 1) for head in range(start, stop)]
+
+
+def seeds_from(query: Array, seed: Any, start: int, spec: Spec) -> Array:
+    """Seeds of the batch entries with which head 0 drops what head ``start`` does with ``seed``."""
+    if _arrays.library(seed) is None:
+        seed = batch_seeds(int(seed), math.prod(spec.lead)).reshape(spec.lead)
+    low, high = (np.asarray(_arrays.host(x)) for x in seed_halves(query, seed, spec))
+    head = np.full((1,) * spec.rank, start, dtype=np.int32)
+    first, _ = _masks.dropout_head_keys(low, high, head)
+    # With a lower half of 0 the key of head 0 is the upper half mixed twice.
+    upper = _unmixed(_unmixed(first.view(np.uint32).astype(np.uint64)))
+    return cast(Array, (upper << np.uint64(32)).view(np.int64)[..., 0, 0, 0])
+
+
+def _unmixed(x: Any) -> Any:
+    """Inverse of the bijection of `_masks`, on 32-bit integers held in 64."""
+    low, bits = np.uint64(2**32 - 1), [np.uint64(n) for n in (16, 15, 30)]
+    first, second = (
+        np.uint64(pow(constant % 2**32, -1, 2**32)) for constant in (_masks._FIRST, _masks._SECOND)
+    )
+    x = x ^ (x >> bits[0])
+    x = (x * second) & low
+    x = x ^ (x >> bits[1]) ^ (x >> bits[2])
+    x = (x * first) & low
+    return x ^ (x >> bits[0])
+
+
+def _cuts(start: int, stop: int, count: int) -> list[slice]:
+    """A range in a number of pieces that are about as long."""
+    ends = [start + (stop - start) * i // count for i in range(count + 1)]
+    return [slice(low, high) for low, high in itertools.pairwise(ends)]

@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import functools
 import itertools
-import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, cast
 
-import numpy as np
-
-from scaledot import _arrays, _masks, _ring_plan
+from scaledot import _arrays, _ring_plan
 from scaledot._attention import attention
 from scaledot._errors import value_error
 from scaledot._ring_plan import Layout, Run, Shards
 from scaledot._ring_transport import Shape
-from scaledot._spec import Options, Spec, batch_seeds, seed_halves
+from scaledot._spec import Options, Spec
 from scaledot._typing import Array, ArrayT, Impl
 
 
@@ -137,7 +134,7 @@ def _attention(shards: Shards, whole: Sequence[Array], options: Options) -> Arra
     start, stop = _heads(spec.num_heads, spec, shards.world_size)[shards.rank]
     segments = _all_segments(shards)
     parts = []
-    for low, high in _seeded(start, stop, spec):
+    for low, high in _ring_plan.seeded(start, stop, spec):
         own = slice(low - start, high - start)
         kv = slice(own.start // spec.group_size, -(-own.stop // spec.group_size))
         parts.append(attention(
@@ -147,7 +144,7 @@ def _attention(shards: Shards, whole: Sequence[Array], options: Options) -> Arra
                 "alibi_slopes": _part(options.alibi_slopes, low, high),
                 "sinks": _part(options.sinks, low, high),
             },
-            seed=_seeds_from(query, options.seed, low, spec) if spec.dropout else None,
+            seed=_ring_plan.seeds_from(query, options.seed, low, spec) if spec.dropout else None,
         ))  # fmt: skip
     return parts[0] if len(parts) == 1 else _arrays.namespace(query).concat(parts, axis=-3)
 
@@ -167,43 +164,6 @@ def _heads(count: int, spec: Spec, world_size: int) -> list[tuple[int, int]]:
     sizes = [size * (share + (rank < more)) for rank in range(world_size)]
     ends = list(itertools.accumulate(sizes))
     return [(end - size, end) for size, end in zip(sizes, ends, strict=True)]
-
-
-def _seeded(start: int, stop: int, spec: Spec) -> list[tuple[int, int]]:
-    """Ranges of heads that one call can do: all, or with dropout those that one seed serves.
-
-    Dropout takes the exclusive or of a hash and the number of the head. Counted from 0 instead of
-    ``start``, the numbers differ by one exclusive or if ``start`` is a multiple of a power of 2
-    that is not below their count.
-    """
-    if not spec.dropout or start % (1 << max(0, stop - start - 1).bit_length()) == 0:
-        return [(start, stop)]
-    return [(head, head + 1) for head in range(start, stop)]
-
-
-def _seeds_from(query: Array, seed: Any, start: int, spec: Spec) -> Array:
-    """Seeds of the batch entries with which head 0 drops what head ``start`` does with ``seed``."""
-    if _arrays.library(seed) is None:
-        seed = batch_seeds(int(seed), math.prod(spec.lead)).reshape(spec.lead)
-    low, high = (np.asarray(_arrays.host(x)) for x in seed_halves(query, seed, spec))
-    head = np.full((1,) * spec.rank, start, dtype=np.int32)
-    first, _ = _masks.dropout_head_keys(low, high, head)
-    # With a lower half of 0 the key of head 0 is the upper half mixed twice.
-    upper = _unmixed(_unmixed(first.view(np.uint32).astype(np.uint64)))
-    return cast(Array, (upper << np.uint64(32)).view(np.int64)[..., 0, 0, 0])
-
-
-def _unmixed(x: Any) -> Any:
-    """Inverse of the bijection of `_masks`, on 32-bit integers held in 64."""
-    low, bits = np.uint64(2**32 - 1), [np.uint64(n) for n in (16, 15, 30)]
-    first, second = (
-        np.uint64(pow(constant % 2**32, -1, 2**32)) for constant in (_masks._FIRST, _masks._SECOND)
-    )
-    x = x ^ (x >> bits[0])
-    x = (x * second) & low
-    x = x ^ (x >> bits[1]) ^ (x >> bits[2])
-    x = (x * first) & low
-    return x ^ (x >> bits[0])
 
 
 def _all_segments(shards: Shards) -> tuple[Array, Array] | None:
