@@ -11,12 +11,14 @@ import safetensors.numpy
 from typer.testing import CliRunner
 
 import scaledot as sd
-from scaledot.cli import app
+from scaledot.cli import _attend, _job, _output, app
 
 SOURCES = Path(sd.__file__).parents[1]
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 INPUT_FORMATS = (".npy", ".npz", ".safetensors")
 OUTPUT_FORMATS = (".npy", ".npz", ".safetensors")
+# Several chunks, and several blocks of queries in each of several passes.
+SMALL_SIZES = {"BUDGET": 2**10, "CHUNK_BYTES": 2**14, "STATE_BYTES": 2**16, "BLOCK_BYTES": 2**12}
 
 
 def operands(len_q=40, len_kv=50, lead=(2,), heads=4, kv_heads=2, d_k=8, d_v=5, dtype=np.float32):
@@ -66,6 +68,15 @@ def succeed(*arguments):
     assert result.exit_code == 0, result.stderr
     assert result.stderr == ""
     return result
+
+
+def shrink(monkeypatch):
+    """Take few keys for many, and record every finished block."""
+    for name, size in SMALL_SIZES.items():
+        monkeypatch.setattr(_job, name, size)
+    monkeypatch.setattr(_attend, "BLOCK_BYTES", SMALL_SIZES["BLOCK_BYTES"])
+    monkeypatch.setattr(_attend, "BLOCK_SECONDS", 0.0)
+    monkeypatch.setattr(_output, "SYNC_SECONDS", 0.0)
 
 
 def same_bits(a, b):

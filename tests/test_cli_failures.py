@@ -25,7 +25,7 @@ from cli_runs import (
     save,
     succeed,
 )
-from scaledot.cli import _files
+from scaledot.cli import _output
 
 
 @pytest.fixture
@@ -38,7 +38,7 @@ def refused(tmp_path):
         assert result.exit_code == 2
         assert result.stdout == ""
         assert {p: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()} == before
-        assert not list(tmp_path.glob(".scaledot-*"))
+        assert not list(tmp_path.glob("*.partial"))
         return one_line(result.stderr)
 
     return check
@@ -67,7 +67,7 @@ def test_an_existing_output_needs_force(tmp_path, refused, monkeypatch):
 
 def test_an_output_that_appears_during_the_work_is_kept(tmp_path):
     path = tmp_path / "out.npy"
-    with _files.Output(path, (2, 3), np.dtype(np.float32), force=False) as out:
+    with _output.Output(path, (2, 3), np.dtype(np.float32), force=False) as out:
         path.write_bytes(b"precious")
         with pytest.raises(ValueError, match="--force"):
             out.commit()
@@ -261,8 +261,11 @@ def test_a_full_disk_is_found_before_the_work(tmp_path, output):
 @pytest.mark.parametrize("output", OUTPUT_FORMATS)
 def test_the_room_is_taken_at_the_start(tmp_path, output):
     path = tmp_path / f"out{output}"
-    with _files.Output(path, (1000, 1000), np.dtype(np.float64), force=False):
-        taken = [512 * file.stat().st_blocks for file in tmp_path.glob(".scaledot-*/*")]
+    with _output.Output(path, (1000, 1000), np.dtype(np.float64), force=False):
+        taken = [
+            512 * file.stat().st_blocks
+            for file in tmp_path.glob("*.partial/*") if file.name != "lock"
+        ]
         assert len(taken) == (1 if output == ".npy" else 2)
         assert min(taken) >= 8 * 1000 * 1000
     assert os.listdir(tmp_path) == []
@@ -272,8 +275,8 @@ def test_room_is_taken_where_the_system_cannot_reserve_it(tmp_path, monkeypatch)
     monkeypatch.delattr(os, "posix_fallocate", raising=False)
     path = tmp_path / "file"
     path.write_bytes(b"header")
-    _files._take_room(path, 6, 3 * _files._PIECE + 5)
-    assert path.read_bytes() == b"header" + bytes(3 * _files._PIECE - 1)
+    _output._take_room(path, 6, 3 * _output._PIECE + 5)
+    assert path.read_bytes() == b"header" + bytes(3 * _output._PIECE - 1)
 
 
 @pytest.mark.skipif(os.name != "posix", reason="signals of POSIX")

@@ -19,7 +19,7 @@ from cli_runs import (
     save,
     succeed,
 )
-from scaledot.cli import _files, _head_stats, _run
+from scaledot.cli import _attend, _files, _head_stats, _job, _output
 
 
 @pytest.fixture
@@ -33,7 +33,7 @@ def small_blocks(monkeypatch):
         return attention(query, *arguments, **options)
 
     monkeypatch.setattr(sd, "attention", counting)
-    monkeypatch.setattr(_run, "BLOCK_SECONDS", 0.0)
+    monkeypatch.setattr(_attend, "BLOCK_SECONDS", 0.0)
     return lengths
 
 
@@ -44,7 +44,7 @@ def test_every_format_in_and_out(tmp_path, ending, output):
     out = tmp_path / f"out{output}"
     succeed(*save(tmp_path, ending, arrays), "-o", out)
     assert same_bits(load(out), sd.attention(**arrays))
-    assert not list(tmp_path.glob(".scaledot-*"))
+    assert not list(tmp_path.glob("*.partial"))
 
 
 @pytest.mark.parametrize("ending", [".npz", ".safetensors"])
@@ -213,7 +213,7 @@ def job(arrays, folder, **scalars):
     files = [Path(name) for name in save(folder, ".npy", arrays)]
     names = [str(folder / f"{n}.npy") if n in arrays else None for n in ("mask", "bias")]
     defaults = {"causal": False, "window": None, "scale": None, "softcap": None, "impl": "auto"}
-    return _run.Job(
+    return _job.Job(
         _files.open_inputs(files, *names), arrays["query"].dtype, {**defaults, **scalars}
     )
 
@@ -269,7 +269,7 @@ def test_the_result_is_not_held_in_memory(tmp_path, output):
     shape = (2**15, 512)  # 64 MiB; NumPy writes an archive in pieces of 16 MiB
     tracemalloc.start()
     try:
-        with _files.Output(
+        with _output.Output(
             tmp_path / f"out{output}", shape, np.dtype(np.float32), force=False
         ) as out:
             out.array[:] = 1
@@ -319,7 +319,7 @@ def test_a_bar_is_shown_on_terminals(tmp_path):
     files = save(tmp_path, ".npz", operands(600, 600))
     ours, theirs = pty.openpty()
     slow = (
-        "import scaledot, scaledot.cli._run as r, scaledot.cli._progress as p, time\n"
+        "import scaledot, scaledot.cli._attend as r, scaledot.cli._progress as p, time\n"
         "p.QUIET_SECONDS = 0.0\n"
         "r.BLOCK_SECONDS = 0.0\n"
         "f = scaledot.attention\n"

@@ -31,9 +31,9 @@ NAMES = (
     "Chunk", "Grads", "KVCache", "PagedKVCache", "Plan", "State", "Stats", "additive_attention",
     "attend_chunks", "attention", "attention_jvp", "attention_state", "attention_stats",
     "attention_vjp", "attention_weights", "explain", "get_num_threads", "merge",
-    "multi_head_attention", "multiplicative_attention", "paged_attention", "retrieve",
-    "ring_attention", "scaled_dot_product_attention", "set_num_threads", "ulysses_attention",
-    "varlen_attention", "varlen_attention_vjp",
+    "multi_head_attention", "multiplicative_attention", "paged_attention", "read_ahead",
+    "read_chunks", "retrieve", "ring_attention", "scaled_dot_product_attention",
+    "set_num_threads", "ulysses_attention", "varlen_attention", "varlen_attention_vjp",
 )
 SETTINGS = ("get_num_threads", "set_num_threads")  # not computations: no arXiv id, no precision
 TEXTBOOK = ("scaled_dot_product_attention",)  # the textbook's own signature

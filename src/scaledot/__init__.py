@@ -23,6 +23,7 @@ from scaledot._paged_cache import PagedKVCache
 from scaledot._ring import ring_attention
 from scaledot._ring_transport import InProcessRing
 from scaledot._state import State, merge
+from scaledot._stream import read_ahead, read_chunks
 from scaledot._threads import get_num_threads, set_num_threads
 from scaledot._ulysses import ulysses_attention
 from scaledot._varlen import varlen_attention, varlen_attention_vjp
@@ -51,6 +52,8 @@ __all__ = [
     "multi_head_attention",
     "multiplicative_attention",
     "paged_attention",
+    "read_ahead",
+    "read_chunks",
     "retrieve",
     "ring_attention",
     "scaled_dot_product_attention",

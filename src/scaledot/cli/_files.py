@@ -1,33 +1,33 @@
-"""Arrays in files: read part by part, and written so that a failure leaves nothing behind."""
+"""Arrays in files, read part by part."""
 
 from __future__ import annotations
 
-import errno
-import math
-import os
-import shutil
-import tempfile
+import struct
 import zipfile
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
-from scaledot._errors import missing_extra, type_error, value_error
+from scaledot import _stream
+from scaledot._errors import missing_extra, value_error
 
 NDArrayAny = NDArray[Any]
 
 FORMATS = (".npy", ".npz", ".safetensors")
 OPERANDS = ("query", "key", "value")
 
-# Room for the names and headers of a converted file, and bytes written at once.
-_OVERHEAD = 4096
+MAPPED_BYTES = 2**24
+"""Smaller arrays in archives are loaded whole."""
+
 _PIECE = 2**20
+# Where the header of a file in a zip archive has the lengths of its last two fields.
+_ZIP_LENGTHS = 26
 
 _HINT_INPUT = (
     "Pass one .npz or .safetensors file with query, key and value, or three .npy files in this "
@@ -45,24 +45,32 @@ class Source:
         Shape of the whole array.
     dtype : numpy.dtype
         As stored.
+    file : Path
+        Where it is.
     place : str
         File, and name inside it, for people.
     read : callable
-        Takes a slice along the axis before the last; needs at least two axes.
-    whole : callable
-        Returns the whole array.
+        Takes one slice for each axis; returns a view of what is mapped or in memory, else a copy.
+    mapped : bool
+        Whether parts are views of pages that the system may drop from memory at any time.
     """
 
     shape: tuple[int, ...]
     dtype: np.dtype[Any]
+    file: Path
     place: str
-    read: Callable[[slice], NDArrayAny]
-    whole: Callable[[], NDArrayAny]
+    read: Callable[[tuple[slice, ...]], NDArrayAny]
+    mapped: bool
 
     @property
     def rows(self) -> int:
         """Length of the axis before the last; 1 where there is none."""
         return self.shape[-2] if len(self.shape) > 1 else 1
+
+    @property
+    def name(self) -> str:
+        """Name inside the file; empty where the file holds one array."""
+        return self.place.removeprefix(str(self.file)).removeprefix(": ")
 
 
 @dataclass(frozen=True)
@@ -162,12 +170,12 @@ def _open_npy(path: Path) -> Source:
         )
     with _reading(path, ".npy file of numbers"):
         array = np.lib.format.open_memmap(path, mode="r")
-    return _from_memory(array, str(path))
+    return _from_memory(array, path, "")
 
 
 @contextmanager
 def _open_npz(path: Path) -> Iterator[dict[str, Callable[[], Source]]]:
-    """Arrays of an archive, loaded as they are opened: compressed data cannot be mapped."""
+    """Arrays of an archive: large ones are mapped, unless they are compressed, others loaded."""
     _check_file(path)
     with _reading(path, ".npz file"):
         if not zipfile.is_zipfile(path):
@@ -177,10 +185,12 @@ def _open_npz(path: Path) -> Iterator[dict[str, Callable[[], Source]]]:
     def opener(name: str) -> Callable[[], Source]:
         def load() -> Source:
             with _reading(path, f".npz file; its {name} must be an array of numbers"):
-                array = archive[name]
+                array = _mapped_member(archive.zip, path, f"{name}.npy")
+                if array is None:
+                    array = archive[name]
                 if not isinstance(array, np.ndarray):
                     raise ValueError("it is not an array")
-            return _from_memory(array, f"{path}: {name}")
+            return _from_memory(array, path, name)
 
         return load
 
@@ -188,11 +198,38 @@ def _open_npz(path: Path) -> Iterator[dict[str, Callable[[], Source]]]:
         yield {name: opener(name) for name in archive.files}
 
 
+def _mapped_member(archive: zipfile.ZipFile, path: Path, name: str) -> NDArrayAny | None:
+    """Map an array in an archive; None for one that is small, compressed or no plain array."""
+    if name not in archive.namelist():
+        return None
+    member = archive.getinfo(name)
+    if member.compress_type != zipfile.ZIP_STORED or member.file_size < MAPPED_BYTES:
+        return None
+    with archive.open(member) as file:
+        version = np.lib.format.read_magic(file)
+        if version not in ((1, 0), (2, 0)):
+            return None
+        read = getattr(np.lib.format, f"read_array_header_{version[0]}_0")
+        shape, is_fortran, dtype = read(file)
+        skipped = file.tell()
+        while file.read(_PIECE):  # raises an error where the checksum is wrong
+            pass
+    if dtype.hasobject:
+        return None
+    with path.open("rb") as file:
+        file.seek(member.header_offset + _ZIP_LENGTHS)
+        # Before the data come a header of fixed size, a name and further fields.
+        lengths = struct.unpack("<HH", file.read(4))
+    start = member.header_offset + _ZIP_LENGTHS + 4 + sum(lengths) + skipped
+    order: Literal["F", "C"] = "F" if is_fortran else "C"
+    return np.memmap(path, dtype, "r", start, shape, order)
+
+
 @contextmanager
 def _open_safetensors(path: Path) -> Iterator[dict[str, Callable[[], Source]]]:
     """Arrays of a safetensors file, which stays open for as long as one of them is in use."""
     _check_file(path)
-    safetensors = _safetensors()
+    safetensors = safetensors_module()
     what = ".safetensors file"
     with _reading_safetensors(path, what):
         archive = safetensors.safe_open(path, framework="numpy")
@@ -204,32 +241,24 @@ def _open_safetensors(path: Path) -> Iterator[dict[str, Callable[[], Source]]]:
                 part: NDArrayAny = archive.get_slice(name)[index]
                 return part
 
-        def whole() -> NDArrayAny:
-            with _reading_safetensors(path, f"{what}; its {name} must be readable by NumPy"):
-                array: NDArrayAny = archive.get_tensor(name)
-                return array
-
         def load() -> Source:
             with _reading_safetensors(path, what):
                 header = archive.get_slice(name)
                 shape = tuple(header.get_shape())
                 if header.get_dtype() == "BF16":
                     bfloat16()  # the library leaves it to us to make the dtype known to NumPy
-            place = f"{path}: {name}"
-            if len(shape) < 2 or 0 in shape:  # the library slices no empty arrays
-                return _from_memory(whole(), place)
-            every = (slice(None),) * (len(shape) - 2)
+            if not shape or 0 in shape:  # the library slices no empty arrays
+                with _reading_safetensors(path, f"{what}; its {name} must be readable by NumPy"):
+                    return _from_memory(archive.get_tensor(name), path, name)
             first = read((slice(0, 1),) * len(shape))
-            return Source(
-                shape, first.dtype, place, lambda rows: read((*every, rows, slice(None))), whole
-            )
+            return Source(shape, first.dtype, path, f"{path}: {name}", read, False)
 
         return load
 
     yield {name: opener(name) for name in names}
 
 
-def _safetensors() -> Any:
+def safetensors_module() -> Any:
     try:
         import safetensors
         import safetensors.numpy
@@ -240,7 +269,7 @@ def _safetensors() -> Any:
 
 @contextmanager
 def _reading_safetensors(path: Path, what: str) -> Iterator[None]:
-    error_type: type[Exception] = _safetensors().SafetensorError
+    error_type: type[Exception] = safetensors_module().SafetensorError
     with _reading(path, what):
         try:
             yield
@@ -258,161 +287,21 @@ def _check_file(path: Path) -> None:
         )
 
 
-def _from_memory(array: NDArrayAny, place: str) -> Source:
+def _from_memory(array: NDArrayAny, file: Path, name: str) -> Source:
     """Source over an array that is in memory or mapped into it."""
     plain = np.asarray(array)
     if plain.dtype == np.dtype("V2"):
         # The only two-byte type that NumPy's formats cannot name.
         plain = plain.view(bfloat16())
-    return Source(
-        plain.shape, plain.dtype, place, lambda rows: plain[..., rows, :], lambda: plain
-    )
+    place = f"{file}: {name}" if name else str(file)
 
+    def read(index: tuple[Any, ...]) -> NDArrayAny:
+        part: NDArrayAny = plain[(..., *index)]
+        if plain.flags.aligned:
+            return part
+        copied = part.copy()  # in archives, data begins at any byte
+        _stream.give_back(part)
+        return copied
 
-def check_output(path: Path, *, force: bool) -> None:
-    """Raise unless a file may be made at ``path``."""
-    if path.suffix.lower() not in FORMATS:
-        raise value_error(
-            f"the output's name must end in {', '.join(FORMATS)}", path, "The ending is the format."
-        )
-    if not path.parent.is_dir():
-        raise value_error("the output's folder must exist", path.parent, "Make it first.")
-    if path.is_dir():
-        raise value_error("the output must be a file", f"the folder {path}", "Choose a name in it.")
-    if path.exists() and not force:
-        raise value_error("the output must not exist yet", path, "Pass --force to replace it.")
-    if not os.access(path.parent, os.W_OK | os.X_OK):
-        raise value_error("the output's folder must be writable", path.parent, "Choose another.")
-    if path.suffix.lower() == ".safetensors":
-        _safetensors()
-
-
-def check_storable(path: Path, dtype: np.dtype[Any]) -> None:
-    """Raise if the format that ``path`` ends in has no name for the dtype."""
-    if dtype.name == "bfloat16" and path.suffix.lower() != ".safetensors":
-        raise type_error(
-            f"a {path.suffix} file must hold a dtype of NumPy", dtype.name,
-            "Write .safetensors, or choose another --dtype.",
-        )
-
-
-class Output:
-    """A result on its way into a file: a context manager that leaves the whole file or nothing.
-
-    Rows go into ``array``, which is mapped to a file in a hidden folder beside the output, so
-    that no result has to fit into memory. The room is taken at once: a full disk is found before
-    the work.
-    """
-
-    def __init__(
-        self, path: Path, shape: tuple[int, ...], dtype: np.dtype[Any], *, force: bool
-    ) -> None:
-        self.path = path.resolve()  # a link is followed, not replaced
-        self.shape = shape
-        self.dtype = dtype
-        self.force = force
-        self.ending = path.suffix.lower()
-
-    def __enter__(self) -> Output:
-        folder = self.path.parent
-        self._folder = Path(tempfile.mkdtemp(prefix=".scaledot-", dir=folder))
-        try:
-            self._prepare()
-        except BaseException as error:
-            self.__exit__()
-            if isinstance(error, OSError):
-                count = math.prod(self.shape) * self.dtype.itemsize
-                copies = "" if self.ending == ".npy" else "twice "
-                reason = f"{error.strerror}; the output needs {copies}{count:,} bytes in"
-                raise OSError(error.errno, reason, str(folder)) from error
-            raise
-        return self
-
-    def _prepare(self) -> None:
-        rows = self._folder / "rows.npy"
-        # A dtype that NumPy's format cannot name goes through it as plain bytes.
-        named = self.dtype.name != "bfloat16"
-        self._mapped = np.lib.format.open_memmap(
-            rows, mode="w+", dtype=self.dtype if named else np.dtype("V2"), shape=self.shape
-        )
-        size = rows.stat().st_size
-        _take_room(rows, self._mapped.offset, size)
-        if self.ending != ".npy":
-            reserved = self._folder / "reserved"
-            reserved.touch()
-            _take_room(reserved, 0, size + _OVERHEAD)
-        self.array: NDArrayAny = np.asarray(self._mapped).view(self.dtype)
-
-    def __exit__(self, *exc_info: object) -> None:
-        self.__dict__.pop("array", None)  # Windows removes no file that is still mapped
-        self.__dict__.pop("_mapped", None)
-        shutil.rmtree(self._folder, ignore_errors=True)
-
-    def commit(self) -> int:
-        """Put the file into its place; return its size in bytes."""
-        self._mapped.flush()
-        rows = self._folder / "rows.npy"
-        finished = rows
-        if self.ending != ".npy":
-            finished = self._folder / f"finished{self.ending}"
-            (self._folder / "reserved").unlink()
-            self._convert(finished)
-            shutil.copymode(rows, finished)
-        del self.array, self._mapped
-        with finished.open("rb+") as file:
-            os.fsync(file.fileno())
-        size = finished.stat().st_size
-        self._place(finished)
-        return size
-
-    def _convert(self, finished: Path) -> None:
-        if self.ending == ".npz":
-            np.savez(finished, out=self.array)
-            return
-        safetensors = _safetensors()
-        try:
-            safetensors.numpy.save_file({"out": self.array}, finished)
-        except safetensors.SafetensorError as error:
-            raise OSError(f"the output could not be written: {error}") from error
-
-    def _place(self, finished: Path) -> None:
-        if self.force:
-            os.replace(finished, self.path)
-        else:
-            try:
-                # Unlike a rename, a link fails if the name was taken in the meantime.
-                os.link(finished, self.path)
-            except FileExistsError:
-                raise value_error(
-                    "the output must not exist yet", self.path,
-                    "It appeared during the work. Pass --force to replace it.",
-                ) from None
-            except OSError:  # a file system without links
-                check_output(self.path, force=False)
-                os.replace(finished, self.path)
-        if hasattr(os, "O_DIRECTORY"):  # the new name, too, has to reach the disk
-            folder = os.open(self.path.parent, os.O_RDONLY | os.O_DIRECTORY)
-            try:
-                os.fsync(folder)
-            finally:
-                os.close(folder)
-
-
-def _take_room(path: Path, start: int, stop: int) -> None:
-    """Give a file its room on the disk; its bytes from ``start`` on are zero, or not there yet.
-
-    Pages of a mapped file that find no room when they are written kill the process.
-    """
-    if stop <= start:
-        return
-    with path.open("rb+") as file:
-        if hasattr(os, "posix_fallocate"):
-            try:
-                os.posix_fallocate(file.fileno(), start, stop - start)
-                return
-            except OSError as error:
-                if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL):
-                    raise
-        file.seek(start)
-        for position in range(start, stop, _PIECE):
-            file.write(bytes(min(_PIECE, stop - position)))
+    mapped = isinstance(array, np.memmap) and plain.flags.aligned
+    return Source(plain.shape, plain.dtype, file, place, read, mapped)

@@ -15,7 +15,8 @@ import scaledot
 from scaledot.cli._head_stats import NOTABLE, HeadStats
 
 if TYPE_CHECKING:
-    from scaledot.cli._run import Job, Timing
+    from scaledot.cli._attend import Timing
+    from scaledot.cli._job import Job
 
 
 def anonymous_memory() -> int | None:

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import math
-import time
-from collections.abc import Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -16,105 +12,10 @@ import scaledot
 from scaledot._arrays import FLOATS
 from scaledot._errors import type_error, value_error
 from scaledot.cli import _head_stats, _report
-from scaledot.cli._files import (
-    OPERANDS,
-    Inputs,
-    NDArrayAny,
-    Output,
-    Source,
-    bfloat16,
-    check_output,
-    check_storable,
-    open_inputs,
-)
-from scaledot.cli._progress import Progress
-
-BLOCK_SECONDS = 0.25
-MOST_BLOCKS = 64
-
-
-@dataclass(frozen=True)
-class Job:
-    """One call on files: where the arrays are, in which dtype it runs, and its options."""
-
-    inputs: Inputs
-    dtype: np.dtype[Any]
-    scalars: dict[str, Any]
-
-    @property
-    def len_q(self) -> int:
-        """Number of queries."""
-        return self.inputs.query.rows
-
-    @property
-    def len_kv(self) -> int:
-        """Number of keys."""
-        return self.inputs.key.rows
-
-    def operand(self, name: str, rows: slice | None = None) -> NDArrayAny:
-        """Query, key or value, or rows of it, in the job's dtype."""
-        source: Source = getattr(self.inputs, name)
-        return _converted(name, source.whole() if rows is None else source.read(rows), self.dtype)
-
-    def options(self, rows: slice) -> dict[str, Any]:
-        """Options of `scaledot.attention` for a block of queries, as they stand in one call."""
-        options = {**self.scalars, "q_offset": self.len_kv - self.len_q + rows.start}
-        for name in ("mask", "bias"):
-            source: Source | None = getattr(self.inputs, name)
-            if source is not None:
-                array = source.whole() if source.rows == 1 else source.read(rows)
-                options[name] = array.astype(array.dtype.newbyteorder("="), copy=False)
-        return options
-
-    def plan(self) -> scaledot.Plan:
-        """Check the whole call and say how it will run; no data is read."""
-
-        def stand_in(source: Source, dtype: np.dtype[Any]) -> NDArrayAny:
-            return np.broadcast_to(np.zeros((), dtype), source.shape)
-
-        arrays: dict[str, Any] = {
-            name: stand_in(
-                source, self.dtype if name in OPERANDS else source.dtype.newbyteorder("=")
-            )
-            for name, source in self.inputs.given.items()
-        }
-        return scaledot.explain(**arrays, **self.scalars)
-
-    @property
-    def out_shape(self) -> tuple[int, ...]:
-        """Shape of the result, for a job that `plan` has found right."""
-        shapes = [getattr(self.inputs, name).shape for name in OPERANDS]
-        if all(len(shape) == 2 for shape in shapes):
-            return (self.len_q, shapes[2][-1])
-        heads = shapes[0][-3] if len(shapes[0]) > 2 else 1
-        lead = np.broadcast_shapes(*(shape[:-3] for shape in shapes))
-        return (*lead, heads, self.len_q, shapes[2][-1])
-
-
-@dataclass
-class Timing:
-    """Seconds in all and in the attention calls alone, and the memory seen between blocks."""
-
-    started: float = field(default_factory=time.perf_counter)
-    attention: float = 0.0
-    anonymous: int = 0
-
-    @property
-    def total(self) -> float:
-        """Seconds since the start."""
-        return time.perf_counter() - self.started
-
-
-def _converted(name: str, array: NDArrayAny, dtype: np.dtype[Any]) -> NDArrayAny:
-    with np.errstate(over="raise"):
-        try:
-            return array.astype(dtype, copy=False)
-        except FloatingPointError:
-            largest = float(np.nanmax(np.abs(array[np.isfinite(array)])))
-            raise value_error(
-                f"{name} must fit into {dtype.name}", f"an entry of size {largest:.6g}",
-                "Choose a --dtype with a wider range.",
-            ) from None
+from scaledot.cli._attend import Timing, attend
+from scaledot.cli._files import OPERANDS, Inputs, bfloat16, open_inputs
+from scaledot.cli._job import Job
+from scaledot.cli._output import Output, check_output, check_storable
 
 
 def _dtype_of(inputs: Inputs, asked: str | None) -> np.dtype[Any]:
@@ -155,55 +56,6 @@ def _window(text: str | None) -> tuple[int | None, int | None] | None:
             "Write none for no limit, for example --window 128,0 or --window none,16.",
         ) from None
     return left, right
-
-
-def _blocks(job: Job, plan: scaledot.Plan, heads: int) -> Iterator[slice]:
-    """Cut the queries into blocks that take about `BLOCK_SECONDS` each, from the last one's time.
-
-    A block is a multiple of the plan's tile, and none is shorter (unless there are fewer
-    queries): so a block's tiles are those of one call, and its bits too.
-    """
-    unit = max(1, plan.block_q)
-    fewest = max(1, math.ceil(scaledot.get_num_threads() / max(1, heads)))
-    count, start = fewest, 0
-    while start < job.len_q:
-        stop = min(start + count * unit, job.len_q)
-        if job.len_q - stop < unit:
-            stop = job.len_q
-        before = time.perf_counter()
-        yield slice(start, stop)
-        seconds = max(time.perf_counter() - before, 1e-9)
-        # Growth is limited, for the first block may be no measure of the others.
-        wanted = min(BLOCK_SECONDS / seconds * count, 4 * count, MOST_BLOCKS)
-        count = max(fewest, int(wanted))
-        start = stop
-
-
-def _work_before(job: Job) -> NDArrayAny:
-    """Keys seen by all queries before each, and one more per query, by causal and window alone."""
-    left, right = job.scalars["window"] or (None, None)
-    right = 0 if job.scalars["causal"] else right
-    position = np.arange(job.len_q) + job.len_kv - job.len_q
-    low = np.zeros_like(position) if left is None else np.maximum(0, position - left)
-    high = job.len_kv if right is None else np.minimum(job.len_kv, position + right + 1)
-    return np.concatenate(([0], np.cumsum(np.maximum(0, high - low) + 1)))
-
-
-def _attend(job: Job, plan: scaledot.Plan, out: NDArrayAny, timing: Timing) -> None:
-    """Compute the result block by block."""
-    key, value = job.operand("key"), job.operand("value")
-    work = _work_before(job)
-    heads = math.prod(job.out_shape[:-2])
-    with Progress("attention", int(work[-1]), "queries") as progress:
-        for rows in _blocks(job, plan, heads):
-            query = job.operand("query", rows)
-            options = job.options(rows)
-            before = time.perf_counter()
-            result = scaledot.attention(query, key, value, **options)
-            timing.attention += time.perf_counter() - before
-            out[..., rows, :] = result
-            timing.anonymous = max(timing.anonymous, _report.anonymous_memory() or 0)
-            progress.update(int(work[rows.stop]), rows.stop)
 
 
 InputFiles = Annotated[
@@ -258,7 +110,17 @@ Impl = Annotated[str, typer.Option(metavar="NAME", help="auto, kernels, blockwis
 Stats = Annotated[
     bool, typer.Option("--stats", help="Describe the weights of each head, over all queries.")
 ]
-Force = Annotated[bool, typer.Option("--force", help="Replace OUTPUT if it exists.")]
+Force = Annotated[
+    bool, typer.Option("--force", help="Replace OUTPUT and OUTPUT.partial if they exist.")
+]
+Resume = Annotated[
+    bool,
+    typer.Option(
+        "--resume",
+        help="Continue a run that was killed, from OUTPUT.partial, and keep that folder if this "
+        "run is stopped.",
+    ),
+]
 Threads = Annotated[
     int | None, typer.Option(metavar="N", help="Threads to use; results do not depend on it.")
 ]
@@ -277,11 +139,18 @@ def run(
     impl: Impl = "auto",
     stats: Stats = False,
     force: Force = False,
+    resume: Resume = False,
     threads: Threads = None,
 ) -> None:
     """Compute attention on arrays in files.
 
-    Files are mapped into memory where the format allows, and read and written in blocks.
+    Files are mapped into memory where the format allows, and read and written in blocks. Keys and
+    values of a head that are larger than 256 MiB are read in chunks, so that a run takes less than
+    1 GiB of memory that is not a file's, whatever the size of files that are not compressed.
+
+    Finished rows are in the folder OUTPUT.partial until the output is whole. A run that is killed
+    leaves it: then --resume continues with the same arguments, --force starts anew, and without
+    either the next run is an error. Other failures leave the folder only under --resume.
     """
     timing = Timing()
     threads_before = scaledot.get_num_threads()
@@ -298,9 +167,11 @@ def run(
              "impl": impl},
         )
         check_storable(output, job.dtype)
-        plan = job.plan()
-        with Output(output, job.out_shape, job.dtype, force=force) as out:
-            _attend(job, plan, out.array, timing)
+        plan = job.plan
+        with Output(
+            output, job.out_shape, job.dtype, force=force, resume=resume, call=job.call()
+        ) as out:
+            attend(job, out, timing)
             table = _head_stats.head_stats(job) if stats else None
             size = out.commit()
         _report.show(job, plan, timing, output, size, table)

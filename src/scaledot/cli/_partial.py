@@ -1,0 +1,208 @@
+"""The folder beside an output that is not finished: a lock, and a journal of what is."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import importlib
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from scaledot._errors import value_error
+
+ENDING = ".partial"
+NAMES = (
+    "rows.npy", "reserved", "finished.npz", "finished.safetensors", "journal", "lock"
+)
+_FORMAT = "scaledot run 1"
+# Of file systems that have no locks: there, runs are not kept apart.
+_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
+
+Call = Mapping[str, str]
+"""What decides about the bits of a result, as texts by name."""
+
+Place = tuple[int, int]
+"""Number of a part, and the rows of it that are on disk; all parts before it are."""
+
+
+class Partial:
+    """The folder ``OUTPUT.partial`` of a run: only one process at a time may be in it.
+
+    The lock is the system's, on an open file: it ends with the process, however that ends.
+    """
+
+    def __init__(self, output: Path) -> None:
+        self.output = output
+        self.folder = output.with_name(output.name + ENDING)
+        self._lock: int | None = None
+
+    def __truediv__(self, name: str) -> Path:
+        return self.folder / name
+
+    def open(self) -> None:
+        """Make the folder if it is not there, and lock it."""
+        while self._lock is None:
+            with contextlib.suppress(FileExistsError):
+                self.folder.mkdir()
+            self._check_folder()
+            try:
+                lock = os.open(self / "lock", os.O_RDWR | os.O_CREAT, 0o666)
+            except FileNotFoundError:  # the run that was in it has just removed it
+                continue
+            if not _locked(lock):
+                os.close(lock)
+                raise value_error(
+                    "an output must be written by one run at a time",
+                    f"{self.output}, which another process is writing",
+                    "Wait for it, or choose another name.",
+                )
+            with contextlib.suppress(FileNotFoundError):
+                if os.path.samestat(os.fstat(lock), os.stat(self / "lock")):
+                    self._lock = lock
+                    return
+            os.close(lock)  # it was that of a folder which is gone
+
+    def _check_folder(self) -> None:
+        others = []
+        if self.folder.is_dir():
+            with contextlib.suppress(FileNotFoundError):
+                others = sorted(set(os.listdir(self.folder)) - set(NAMES))
+        if others or (self.folder.exists() and not self.folder.is_dir()):
+            raise value_error(
+                f"{self.folder} must be free for the unfinished output",
+                f"a folder with {others[0]} in it" if others else "a file",
+                "Move it away, or choose another name for the output.",
+            )
+
+    def clear(self) -> None:
+        """Remove what a run has left behind, but for the lock."""
+        for name in NAMES:
+            if name != "lock":
+                (self / name).unlink(missing_ok=True)
+
+    def close(self, *, remove: bool) -> None:
+        """Unlock the folder, or remove it with all that it holds."""
+        if self._lock is None:
+            return
+        if remove:
+            with contextlib.suppress(OSError):
+                self.clear()
+                if os.name == "nt":  # where no open file can be removed
+                    self._unlock()
+                (self / "lock").unlink()
+                self.folder.rmdir()
+        self._unlock()
+
+    def _unlock(self) -> None:
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+    def left(self, call: Call, *, resume: bool, force: bool) -> Place:
+        """How far a run came that was stopped; (0, 0) for a new start, with nothing left over."""
+        then, place = ({}, (0, 0)) if force and not resume else self._read()
+        if place > (0, 0) and not resume:
+            raise value_error(
+                "an output must be new or be continued",
+                f"{self.folder}, which holds finished rows of a run that was stopped",
+                "Pass --resume to continue it, or --force to start anew.",
+            )
+        if resume and place > (0, 0):
+            self._compare(call, then)
+            return place
+        self.clear()
+        return 0, 0
+
+    def _compare(self, now: Call, then: Call) -> None:
+        differ = [
+            f"{name} {now.get(name, 'none')} instead of {then.get(name, 'none')}"
+            for name in sorted({*now, *then}) if now.get(name) != then.get(name)
+        ]
+        if differ:
+            raise value_error(
+                "--resume must be given the call that was stopped", "; ".join(differ),
+                "Repeat that call with its inputs as they were, or pass --force without --resume "
+                "to start anew.",
+            )
+
+    def _read(self) -> tuple[Call, Place]:
+        """The call in the journal and how far it came; what a power loss left of a line is cut."""
+        path = self / "journal"
+        if not path.exists() or not (self / "rows.npy").exists():
+            return {}, (0, 0)
+        first, *lines = path.read_bytes().split(b"\n")
+        if not lines:  # the first line never ended: nothing was recorded
+            return {}, (0, 0)
+        head = _parsed(first)
+        if (
+            not isinstance(head, dict) or head.get("format") != _FORMAT
+            or not isinstance(head.get("call"), dict)
+        ):  # fmt: skip
+            raise value_error(
+                f"{path} must be the journal of a run", "one that cannot be read",
+                f"Remove the folder {self.folder} to start anew.",
+            )
+        length, place = len(first) + 1, (0, 0)
+        for line in lines[:-1]:
+            found = _parsed(line)
+            if not _is_place(found) or tuple(found) <= place:
+                break
+            length, place = length + len(line) + 1, (found[0], found[1])
+        os.truncate(path, length)
+        return head["call"], place
+
+    def record(self, call: Call, place: Place) -> None:
+        """Write down how far a run came; the rows must be on disk already."""
+        path = self / "journal"
+        new = not path.exists()
+        with path.open("ab") as journal:
+            if new:
+                head = json.dumps({"format": _FORMAT, "call": dict(call)})
+                journal.write(head.encode() + b"\n")
+            journal.write(json.dumps(place).encode() + b"\n")
+            journal.flush()
+            os.fsync(journal.fileno())
+        if new:
+            sync_folder(self.folder)
+            sync_folder(self.folder.parent)
+
+
+def sync_folder(folder: Path) -> None:
+    """Bring the names in a folder to the disk."""
+    if hasattr(os, "O_DIRECTORY"):
+        opened = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            os.fsync(opened)
+        finally:
+            os.close(opened)
+
+
+def _locked(file: int) -> bool:
+    """Lock an open file for this process; False where another one holds it."""
+    try:
+        if os.name == "nt":
+            system: Any = importlib.import_module("msvcrt")
+            system.locking(file, system.LK_NBLCK, 1)
+        else:
+            system = importlib.import_module("fcntl")
+            system.flock(file, system.LOCK_EX | system.LOCK_NB)
+    except (BlockingIOError, PermissionError):
+        return False
+    except OSError as error:
+        if error.errno not in _NO_LOCKS:
+            raise
+    return True
+
+
+def _parsed(line: bytes) -> Any:
+    try:
+        return json.loads(line)
+    except ValueError:
+        return None
+
+
+def _is_place(found: Any) -> bool:
+    return isinstance(found, list) and len(found) == 2 and all(type(x) is int for x in found)
