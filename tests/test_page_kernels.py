@@ -130,6 +130,19 @@ def test_who_shares_a_bad_value_sees_it(rng):
     assert np.isnan(found).any(axis=(1, 2, 3)).tolist() == [True, True, False]
 
 
+@pytest.mark.parametrize("options", [{}, {"window": (300, 0)}], ids=["causal", "window"])
+def test_who_shares_a_part_may_see_little_of_it(options, rng):
+    """Queries before its end, before its start, and behind it."""
+    histories, pages = forked(rng, 1024, (40, 1, 500, 600))
+    starts = np.array([300, -5, 1500, 5])
+    lengths = [len(key) for key, _ in histories]
+    query = queries(rng, 4, 2)
+    got = sd.paged_attention(query, *pages, lengths, q_offset=starts, impl="kernels", **options)
+    for entry, start in enumerate(starts.tolist()):
+        own = options | {"q_offset": start}
+        assert_same(got[entry], alone(query[entry], histories[entry], own))
+
+
 def test_states_have_lse(rng):
     histories, pages = forked(rng, 1100, (1, 50))
     query, lengths = queries(rng, 2, 2), [1101, 1150]

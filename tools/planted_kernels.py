@@ -158,7 +158,7 @@ KERNELS = (
     kernel("bounds-of-the-first-sharer", "decode.py",
            "high = max(high, end_key(call, entry, call.len_q - 1))",
            "high = end_key(call, entry_of(call, share, 0), call.len_q - 1)",
-           "page_kernels::branches_of_branches"),
+           "page_kernels::who_shares_a_part_may_see_little_of_it[causal]"),
     kernel("codes-without-scale", "decode.py", "scale_scores(kind, scores, room.key_scales, end)",
            "pass", "code_kernels::options[none]"),
     kernel("codes-of-hidden-tokens", "tokens.py",

@@ -9,7 +9,7 @@ from scaledot import _arrays, _checks, _choice, _reference
 from scaledot._cache_memory import Memory, Stretch
 from scaledot._chunks import attend_chunks
 from scaledot._rules import derivative_rules
-from scaledot._spec import Options, resolve
+from scaledot._spec import Options, Problem, resolve
 from scaledot._state import State, merge
 from scaledot._typing import Array
 
@@ -22,25 +22,18 @@ def over(
     ``options`` are those of the call; the wider of them go with the sinks, while the ring has a
     ``window`` that leaves lost tokens out.
     """
-    xp, dtype, wide = _arrays.namespace(query), query.dtype, query
+    xp, wide, plain = _arrays.namespace(query), query, options._replace(sinks=None)
     if memory.is_int8:  # numbers are restored in the precision of the scores
         dtype = _arrays.accumulation_dtype(xp, _arrays.dtype_name(query))
         wide = xp.astype(query, dtype, copy=False)
-    no_key, no_value = (memory.read(part, range(0), dtype) for part in ("key", "value"))
-    # Checks all options before anything is restored.
-    problem = resolve(wide, no_key, no_value, options)
-    plain = options._replace(sinks=None)
-    can_read_codes = (
-        memory.is_int8 and derivative_rules(wide, no_key, no_value, plain) is None
-        and _choice.choose(problem)[0] == "kernels"
-    )  # fmt: skip
-    if can_read_codes:
-        from scaledot import _code_kernels  # loads Numba
-
-        can_read_codes = _code_kernels.can_do(problem)
+    problem, reads_codes = _resolved(memory, query, options)
+    if wide is not query and not reads_codes:
+        problem, reads_codes = _resolved(memory, wide, options)
 
     def attended(stretches: list[Stretch], window: Any, first: Any) -> State:
-        if can_read_codes:
+        if reads_codes:
+            from scaledot import _code_kernels
+
             here = plain._replace(window=window)
             states = (
                 _code_kernels.run(problem, _code_kernels.Codes(*memory.codes(slots)),
@@ -48,7 +41,7 @@ def over(
                 for slots, offset, length in stretches
             )  # fmt: skip
             return functools.reduce(merge, states)
-        chunks = memory.chunks(stretches, dtype, options.mask, first)
+        chunks = memory.chunks(stretches, wide.dtype, options.mask, first)
         return attend_chunks(
             wide, chunks, causal=plain.causal, window=window, scale=plain.scale,
             softcap=plain.softcap, alibi_slopes=plain.alibi_slopes, score_mod=plain.score_mod,
@@ -63,3 +56,16 @@ def over(
     if problem.sinks is not None:
         state = merge(state, _reference.keyless(xp, problem))
     return xp.astype(state.out, query.dtype, copy=False)
+
+
+def _resolved(memory: Memory, query: Array, options: Options) -> tuple[Problem, bool]:
+    """The call without any token, all options checked, and whether kernels read codes for it."""
+    key, value = (memory.read(part, range(0), query.dtype) for part in ("key", "value"))
+    problem = resolve(query, key, value, options)
+    if not memory.is_int8 or derivative_rules(query, key, value, options) is not None:
+        return problem, False
+    if _choice.choose(problem)[0] != "kernels":
+        return problem, False
+    from scaledot import _code_kernels  # loads Numba
+
+    return problem, _code_kernels.can_do(problem)

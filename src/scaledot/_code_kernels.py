@@ -10,6 +10,7 @@ from scaledot import _arrays
 from scaledot._bridges import cpu
 from scaledot._kernels import decode
 from scaledot._kernels.simd import SINGLE
+from scaledot._kernels.target import HOST
 from scaledot._launch import address, launch, memory
 from scaledot._spec import Options, Problem, resolve
 from scaledot._state import State
@@ -25,23 +26,28 @@ class Codes(NamedTuple):
     value_scale: Array
 
 
+KERNELS = {"float32": decode.decode_codes}
+if HOST.bf16:
+    KERNELS["bfloat16"] = decode.decode_code_pairs
+
+
 def can_do(problem: Problem) -> bool:
-    """Whether the kernels take a call on codes: one of few queries, in float32."""
+    """Whether the kernels take a call on codes: one of few queries, of a dtype that they have."""
     spec = problem.spec
-    return spec.dtype == "float32" and spec.len_q <= decode.few(SINGLE.lanes)
+    return spec.dtype in KERNELS and spec.len_q <= decode.few(SINGLE.lanes)
 
 
 def run(given: Problem, codes: Codes, options: Options) -> State:
     """Attention without sinks, as `attention_state` of the numbers that the codes stand for.
 
-    ``given`` is the call in float32, without any token; ``options`` are those for these tokens.
+    ``given`` is the call without any token; ``options`` are those for these tokens.
     """
     query = given.query
     if given.spec.library == "jax":
         query, codes = np.asarray(query), Codes(*map(np.asarray, codes))
     problem = _problem(query, codes, options)
     spec, numbers = problem.spec, np.dtype(np.float32)
-    chosen = cpu.plan(spec)._replace(kernel=decode.decode_codes)
+    chosen = cpu.plan(spec)._replace(kernel=KERNELS[spec.dtype])
     out, lse = cpu.results((*spec.scores_shape[:-1], spec.d_v), numbers, numbers, query)
     key, value, heads = memory(codes.key), memory(codes.value), (*spec.lead, spec.num_kv_heads)
     own: dict[str, Any] = {

@@ -7,6 +7,8 @@ those that each sequence has alone.
 
 from __future__ import annotations
 
+from collections import Counter
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,7 +18,7 @@ from scaledot._bridges import cpu
 from scaledot._kernels import decode, room
 from scaledot._kernels.kinds import subs_of
 from scaledot._launch import launch, memory
-from scaledot._spec import Options, Problem, resolve
+from scaledot._spec import Problem
 from scaledot._state import State
 from scaledot._typing import Array
 
@@ -40,7 +42,7 @@ class Pages(NamedTuple):
         )
 
 
-def run(problem: Problem, pages: Pages, options: Options, *, rounded: bool) -> State:
+def run(problem: Problem, pages: Pages, *, rounded: bool) -> State:
     """Attention of every sequence without sinks: out (batch, num_heads, len_q, d_v) and lse.
 
     Parameters
@@ -49,8 +51,6 @@ def run(problem: Problem, pages: Pages, options: Options, *, rounded: bool) -> S
         The call without any token.
     pages : Pages
         The tokens; every number in the table that is in use has been checked.
-    options : Options
-        As given.
     rounded : bool
         Whether ``out`` comes in the dtype of query and ``lse`` is not wanted.
     """
@@ -59,7 +59,7 @@ def run(problem: Problem, pages: Pages, options: Options, *, rounded: bool) -> S
         query, key, value = (np.asarray(x) for x in (query, pages.key, pages.value))
         pages = pages._replace(key=key, value=value)
     groups = _groups(pages.lengths, problem.spec.len_q)
-    found = [_attend(query[x], pages.some(x), options, rounded=rounded) for x in groups]
+    found = [_attend(problem, query[x], pages.some(x), rounded=rounded) for x in groups]
     state = found[0]
     if len(found) > 1:
         xp, order = _arrays.namespace(query), np.argsort(np.concatenate(groups))
@@ -78,9 +78,9 @@ def _groups(lengths: Any, len_q: int) -> list[Any]:
     return [np.flatnonzero(kinds == kind) for kind in np.unique(kinds)]
 
 
-def _attend(query: Array, pages: Pages, options: Options, *, rounded: bool) -> State:
+def _attend(given: Problem, query: Array, pages: Pages, *, rounded: bool) -> State:
     """Attention of all entries in one launch."""
-    problem = _problem(query, pages, options)
+    problem = _problem(given, query, pages)
     spec, chosen = problem.spec, cpu.plan(problem.spec)
     (batch, heads), numbers = (spec.lead[0], spec.num_kv_heads), cpu.numbers_of(spec)
     out, lse = cpu.results(
@@ -112,16 +112,20 @@ def _attend(query: Array, pages: Pages, options: Options, *, rounded: bool) -> S
     return State(out, lse)
 
 
-def _problem(query: Array, pages: Pages, options: Options) -> Problem:
-    """The call in normal form; its keys and values are zeros that take no memory."""
-    xp, longest = _arrays.namespace(query), int(pages.lengths.max())
+def _problem(problem: Problem, query: Array, pages: Pages) -> Problem:
+    """The call with the tokens of these entries."""
+    here = cpu.on_host(problem)
 
-    def stand_in(x: Array) -> Array:
-        zero = xp.zeros((), dtype=x.dtype)
-        return xp.broadcast_to(zero, (len(pages.lengths), x.shape[2], longest, x.shape[3]))
+    def entries(x: Any) -> Any:
+        return x.reshape(-1, 1, 1, 1)
 
-    options = options._replace(q_offset=pages.starts, kv_len=pages.lengths, sinks=None)
-    return resolve(query, stand_in(pages.key), stand_in(pages.value), options)
+    lengths = pages.lengths
+    spec = replace(here.spec, lead=(len(lengths),), len_kv=int(lengths.max()))
+    terms = replace(
+        here.terms, q_start=entries(pages.starts), kv_count=entries(lengths),
+        kv_start=np.zeros((1, 1, 1, 1), dtype=np.int64),
+    )  # fmt: skip
+    return replace(here, query=query, spec=spec, terms=terms, columns=range(spec.len_kv))
 
 
 class Shares(NamedTuple):
@@ -138,16 +142,15 @@ def _shares(pages: Pages, most: int) -> Shares:
     Sequences that share anything share their first page.
     """
     page_size, lengths = pages.key.shape[1], pages.lengths.tolist()
-    first = pages.table[:, 0] if pages.table.size else np.arange(len(lengths))
-    _, number, count = np.unique(first, return_inverse=True, return_counts=True)
-    may_share = count[number] > 1
+    first = pages.table[:, 0].tolist() if pages.table.size else list(range(len(lengths)))
+    count = Counter(first)
     groups: dict[tuple[Any, ...], list[int]] = {}
     for entry, length in enumerate(lengths):
         size = room.part_length(length)
         for part in range(room.num_parts(length)):
             start, stop = part * size, min((part + 1) * size, length)
             name: Any = entry
-            if may_share[entry] and stop - start == size:
+            if count[first[entry]] > 1 and stop - start == size:
                 name = pages.table[entry, start // page_size : -(-stop // page_size)].tobytes()
             groups.setdefault((start, stop, part, name), []).append(entry)
     shares, members = [], list[int]()

@@ -126,7 +126,7 @@ def paged_state(
 
         pages = _page_kernels.Pages(key_pages, value_pages, table, lengths, starts)
         narrow = rounded and problem.sinks is None
-        state = _page_kernels.run(problem, pages, options, rounded=narrow)
+        state = _page_kernels.run(problem, pages, rounded=narrow)
     else:
         state = _folded(query, key_pages, value_pages, table, lengths, starts, options)
     if problem.sinks is None:

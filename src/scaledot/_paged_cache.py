@@ -14,6 +14,10 @@ from scaledot._errors import missing_extra, type_error, value_error
 from scaledot._paged import for_each, paged_attention
 from scaledot._typing import Array, ArrayT, Impl
 
+SIZES = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}
+SPREAD = 4096
+"""Bytes, at most, that lie between pages, see `_pool`."""
+
 
 @dataclass
 class _Sequence:
@@ -94,10 +98,9 @@ class PagedKVCache:
             if size < 1:
                 raise value_error(f"{name} must be at least 1", size, "Pass a positive int.")
         num_pages, page_size, num_kv_heads, d_k, d_v = sizes
-        # The tokens of a page lie together for each head: that is how a head reads them.
-        front = (num_pages, num_kv_heads, page_size)
-        self._key = _zeros((*front, d_k), dtype, like)
-        self._value = _zeros((*front, d_v), dtype, like)
+        self._key = _pool(num_pages, page_size, num_kv_heads, d_k, dtype, like)
+        self._value = _pool(num_pages, page_size, num_kv_heads, d_v, dtype, like)
+        self._page_size, self._num_kv_heads = page_size, num_kv_heads
         self._sequences: dict[int, _Sequence] = {}
         self._next_id = 0
         self._references = [0] * num_pages
@@ -106,12 +109,18 @@ class PagedKVCache:
     @property
     def key_pages(self) -> Array:
         """The pool of keys, (num_pages, page_size, num_kv_heads, d_k), for `paged_attention`."""
-        return _tokens_first(self._key)
+        return self._pages(self._key)
 
     @property
     def value_pages(self) -> Array:
         """The pool of values, (num_pages, page_size, num_kv_heads, d_v)."""
-        return _tokens_first(self._value)
+        return self._pages(self._value)
+
+    def _pages(self, pool: Array) -> Array:
+        """View of a pool with axes as `paged_attention` has them."""
+        size, heads = self._page_size, self._num_kv_heads
+        pages = pool[:, : heads * size].reshape(len(pool), heads, size, pool.shape[-1])
+        return _arrays.namespace(pool).permute_dims(pages, (0, 2, 1, 3))
 
     @property
     def num_free(self) -> int:
@@ -404,14 +413,27 @@ def _up_to(most: int, name: str, given: Any, count: int) -> Any:
     return known
 
 
-def _tokens_first(memory: Array) -> Array:
-    """View with the axis of tokens before that of heads."""
-    return _arrays.namespace(memory).permute_dims(memory, (0, 2, 1, 3))
+def _pool(
+    num_pages: int, page_size: int, heads: int, d: int, dtype: Any, like: Array | None
+) -> Array:
+    """Memory for pages, (num_pages, rows, d): the tokens of a page lie together for each head.
+
+    That is how a head reads them. Pages at distances of large powers of two would drive each other
+    out of the processor's caches: a few rows that hold nothing prevent it.
+    """
+    rows, spare = heads * page_size, 0
+    if heads % 2 == 0:
+        spare = min(page_size, max(1, SPREAD // (d * SIZES.get(_name(dtype), 1))))
+    return _zeros((num_pages, rows + spare, d), dtype, like)
+
+
+def _name(dtype: Any) -> str:
+    return str(getattr(dtype, "__name__", dtype)).removeprefix("torch.")
 
 
 def _zeros(shape: tuple[int, ...], dtype: Any, like: Array | None) -> Array:
     """Memory for pages in the library that ``like``, or else the dtype, belongs to."""
-    name = str(getattr(dtype, "__name__", dtype)).removeprefix("torch.")
+    name = _name(dtype)
     if name not in _arrays.FLOATS:
         raise type_error(
             f"dtype must be one of {', '.join(_arrays.FLOATS)}", repr(dtype), "Pass its name."

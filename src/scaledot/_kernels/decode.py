@@ -16,6 +16,7 @@ from scaledot._kernels.jit import inlined, kernel, separate
 from scaledot._kernels.kinds import (
     BLOCK_KV,
     Brain,
+    CodePairs,
     Codes,
     Double,
     Half,
@@ -156,17 +157,15 @@ def weigh_row(kind, room, r, end):  # type: ignore[no-untyped-def]
         top[r] = new
     shift = top[r] if top[r] != -INF else number(kind, 0.0)
     total[r] = total[r] * factor[r] + row_weigh(kind, scores, end, shift)
-    row_pairs(kind, scores, -(-end // (2 * lanes(kind))) * 2 * lanes(kind),
-              room.pairs + 2 * r * BLOCK_KV)  # fmt: skip
 
 
 @separate
-def note_odd(kind, call, room, rows, low, high):  # type: ignore[no-untyped-def]
+def note_odd(kind, call, room, rows, found, low, high):  # type: ignore[no-untyped-def]
     """Bring the nan and infinite values of keys low..high to the rows that see them."""
     width, value = padded(kind, call.d_v), numbers(kind, room.rest, call.d_v)
     for j in range(low, high):
         if load_byte(room.odd + j):
-            source = load_int64(room.value_rows + 8 * j)
+            source = load_int64(found + 8 * j)
             row_to_numbers(kind, source, call.v_column, call.d_v, call.dtype, room.rest)
             for r in range(rows):
                 if numbers(kind, room.scores + size(kind) * r * BLOCK_KV, BLOCK_KV)[j] != -INF:
@@ -178,7 +177,7 @@ def note_odd(kind, call, room, rows, low, high):  # type: ignore[no-untyped-def]
 
 @separate
 def find_tile(kind, call, room, share, tile, count, place):  # type: ignore[no-untyped-def]
-    """Find the keys and values of ``count`` tokens from a tile on, as tile ``place`` of two."""
+    """Find the keys and values of ``count`` tokens from a tile on, as list ``place`` of two."""
     entry, key_heads = entry_of(call, share, 0), call.num_heads // call.group_size
     at, goal = 8 * (entry * key_heads + share.key_head), 8 * BLOCK_KV * place
     key = call.key + load_int64(call.k_places + at)
@@ -190,37 +189,45 @@ def find_tile(kind, call, room, share, tile, count, place):  # type: ignore[no-u
         call, entry, value, call.v_page, call.v_row, tile, count, room.nothing,
         room.value_rows + goal,
     )  # fmt: skip
-    if item(kind) == 1 and place == 0:
-        scales, step = call.k_scales + load_int64(call.k_scale_places + at), call.k_scale_row
-        gather_scales(kind, scales + tile * step, step, count, room.key_scales)
-        scales, step = call.v_scales + load_int64(call.v_scale_places + at), call.v_scale_row
-        gather_scales(kind, scales + tile * step, step, count, room.value_scales)
 
 
 @separate
-def copy_values(kind, call, room, rows, low, high, count, careful):  # type: ignore[no-untyped-def]
+def load_scales(kind, call, room, share, tile, count):  # type: ignore[no-untyped-def]
+    """Factors of the codes of ``count`` tokens."""
+    entry, key_heads = entry_of(call, share, 0), call.num_heads // call.group_size
+    at = 8 * (entry * key_heads + share.key_head)
+    source, step = call.k_scales + load_int64(call.k_scale_places + at), call.k_scale_row
+    gather_scales(kind, source + tile * step, step, count, room.key_scales)
+    source, step = call.v_scales + load_int64(call.v_scale_places + at), call.v_scale_row
+    gather_scales(kind, source + tile * step, step, count, room.value_scales)
+
+
+@separate
+def copy_values(kind, call, room, rows, found, low, high, careful):  # type: ignore[no-untyped-def]
     """Copy the values of a tile; if ``careful``, without nan and infinities, which are noted."""
     width = padded(kind, call.d_v)
-    copy_rows(kind, room.value_rows, call.v_column, count, call.d_v, width, room.values)
-    if careful and clear_odd(kind, room.values, width, count, call.d_v, room.odd):
-        note_odd(kind, call, room, rows, low, high)
-    point_at(room.values, item(kind) * width, count, room.value_rows)
+    copy_rows(kind, found, call.v_column, high, call.d_v, width, room.values)
+    if careful and clear_odd(kind, room.values, width, high, call.d_v, room.odd):
+        note_odd(kind, call, room, rows, found, low, high)
+    point_at(room.values, item(kind) * width, high, found)
 
 
 @separate
-def decode_tile(kind, call, room, share, tile, low, high, valid, cold, careful):  # type: ignore[no-untyped-def]
-    """Keys low..high of a tile for all rows of a task; those beyond ``valid`` are as zeros."""
+def decode_tile(kind, call, room, share, tile, low, high, here, cold, careful):  # type: ignore[no-untyped-def]
+    """Keys low..high of a tile, in list ``here`` of two, for all rows of a task."""
     of_head, lane, depth = call.len_q, lanes(kind), padded(kind, call.d_k)
     of_member = call.group_size * of_head
-    rows = share.members * of_member
+    rows, list_bytes = share.members * of_member, 8 * BLOCK_KV
+    keys, next_keys = room.key_rows + here * list_bytes, room.key_rows + (1 - here) * list_bytes
+    values = room.value_rows + here * list_bytes
+    next_values = room.value_rows + (1 - here) * list_bytes
     end = min(BLOCK_KV, -(-high // (2 * lane)) * 2 * lane)
-    count = min(valid, end)
-    find_tile(kind, call, room, share, tile, count, 0)
     if call.k_column != item(kind) or call.d_k != depth:
-        copy_rows(kind, room.key_rows, call.k_column, count, call.d_k, depth, room.keys)
-        point_at(room.keys, item(kind) * depth, count, room.key_rows)
-    score_rows(kind, call, room, rows, end, cold)
+        copy_rows(kind, keys, call.k_column, high, call.d_k, depth, room.keys)
+        point_at(room.keys, item(kind) * depth, high, keys)
+    score_rows(kind, call, room, rows, keys, next_keys, end, cold)
     if item(kind) == 1:
+        load_scales(kind, call, room, share, tile, high)
         for r in range(rows):
             scores = room.scores + size(kind) * r * BLOCK_KV
             scale_scores(kind, scores, room.key_scales, end)
@@ -232,32 +239,28 @@ def decode_tile(kind, call, room, share, tile, low, high, valid, cold, careful):
         entry = entry_of(call, share, r // of_member)
         hide_row(kind, call, entry, r % of_head, tile, end, scores)
     if careful or call.v_column != item(kind) or call.d_v != padded(kind, call.d_v):
-        copy_values(kind, call, room, rows, low, high, count, careful)
+        copy_values(kind, call, room, rows, values, low, high, careful)
     for r in range(rows):
         weights = room.scores + size(kind) * r * BLOCK_KV
         weigh_row(kind, room, r, end)
         if call.threshold:
             pair = pair_of(call, share, r)
             ask(call.drop, call.address, pair, r % of_head, tile, end, 0, weights, 0)
-            row_pairs(kind, weights, end, room.pairs + 2 * r * BLOCK_KV)
         if item(kind) == 1:
             scale_weights(kind, weights, room.value_scales, end)
-    add_values(kind, call, room, rows, end, cold)
+        row_pairs(kind, weights, end, room.pairs + 2 * r * BLOCK_KV)
+    add_values(kind, call, room, rows, values, next_values, end, cold)
 
 
 @inlined
 def bounds(call, share, start, stop):  # type: ignore[no-untyped-def]
-    """First and end of the keys of start..stop that any row of a task sees, and of those there are.
-
-    The last number counts from key 0.
-    """
-    low, high, valid = stop, start, np.int64(0)
+    """First and end of the keys of start..stop that any row of a task sees."""
+    low, high = stop, start
     for member in range(share.members):
         entry = entry_of(call, share, member)
         low = min(low, first_key(call, entry, 0))
         high = max(high, end_key(call, entry, call.len_q - 1))
-        valid = max(valid, load_int64(call.kv_count + 8 * entry))
-    return max(start, low), min(stop, high), valid
+    return max(start, low), min(stop, high)
 
 
 @inlined
@@ -272,21 +275,27 @@ def decode_keys(kind, call, room, share, start, stop, coming, begin, end, carefu
     numbers(kind, room.acc, rows * width)[:] = 0
     if careful:
         numbers(kind, room.odd_acc, rows * width)[:] = 0
-    low, high, valid = bounds(call, share, start, stop)
-    held = call.num_entries * (call.num_heads // call.group_size) * valid
-    cold = held * (call.d_k + call.d_v) * item(kind) > CACHE
-    for tile in range(low // BLOCK_KV * BLOCK_KV, high, BLOCK_KV):
+    low, high = bounds(call, share, start, stop)
+    key_heads = call.num_heads // call.group_size
+    held = call.num_entries * key_heads * call.len_kv * (call.d_k + call.d_v) * item(kind)
+    cold, here, first = held > CACHE, 0, low // BLOCK_KV * BLOCK_KV
+    if first < high:
+        find_tile(kind, call, room, share, first, min(BLOCK_KV, high - first), 0)
+    for tile in range(first, high, BLOCK_KV):
         following = tile + BLOCK_KV
-        if cold and following < high:
-            find_tile(kind, call, room, share, following, min(BLOCK_KV, high - following), 1)
+        if following < high:
+            find_tile(
+                kind, call, room, share, following, min(BLOCK_KV, high - following), 1 - here
+            )
         elif cold:
-            first, last, _ = bounds(call, coming, begin, end)
-            first = first // BLOCK_KV * BLOCK_KV
-            find_tile(kind, call, room, coming, first, clip(last - first, 0, BLOCK_KV), 1)
+            other, last = bounds(call, coming, begin, end)
+            other = other // BLOCK_KV * BLOCK_KV
+            find_tile(kind, call, room, coming, other, clip(last - other, 0, BLOCK_KV), 1 - here)
         decode_tile(
-            kind, call, room, share, tile, max(low - tile, 0), min(high - tile, BLOCK_KV),
-            valid - tile, cold, careful,
+            kind, call, room, share, tile, max(low - tile, 0), min(high - tile, BLOCK_KV), here,
+            cold, careful,
         )  # fmt: skip
+        here = 1 - here
 
 
 @separate
@@ -437,6 +446,12 @@ def decode_half(call, worker, budget):  # type: ignore[no-untyped-def]
 def decode_codes(call, worker, budget):  # type: ignore[no-untyped-def]
     """Few queries, arrays of eight-bit codes."""
     return decode(Codes(0), call, worker, budget)
+
+
+@kernel
+def decode_code_pairs(call, worker, budget):  # type: ignore[no-untyped-def]
+    """Few queries of bfloat16, arrays of eight-bit codes."""
+    return decode(CodePairs(0), call, worker, budget)
 
 
 @kernel

@@ -54,6 +54,12 @@ class Codes(NamedTuple):
     unused: int
 
 
+class CodePairs(NamedTuple):
+    """Such arrays; products of bfloat16, which holds every code, two by two."""
+
+    unused: int
+
+
 def vectors(kind: Any) -> Vectors:
     """What emits vector code for a kind, from its Numba type."""
     return simd.DOUBLE if kind.instance_class is Double else simd.SINGLE
@@ -61,7 +67,12 @@ def vectors(kind: Any) -> Vectors:
 
 def is_pairs(kind: Any) -> bool:
     """Whether products are of pairs of bfloat16, from the kind's Numba type."""
-    return bool(kind.instance_class is Pairs)
+    return kind.instance_class in (Pairs, CodePairs)
+
+
+def is_code_pairs(kind: Any) -> bool:
+    """Whether pairs of bfloat16 come from eight-bit codes."""
+    return kind.instance_class is CodePairs
 
 
 def widen(kind: Any) -> tuple[Any, Any]:
@@ -72,6 +83,8 @@ def widen(kind: Any) -> tuple[Any, Any]:
         return simd.I16, read_half
     if kind.instance_class is Codes:
         return simd.I8, lambda b, v, x: b.sitofp(b.sext(x, v.integers), v.vector)
+    if is_code_pairs(kind):
+        return simd.I16, None  # by two vectors at once, see `codes`
     raw = simd.I32 if is_pairs(kind) else vectors(kind).scalar
     return raw, lambda b, v, x: x
 
@@ -106,7 +119,7 @@ def _constant(value: Any) -> Any:
 
 
 def _item(kind: Any) -> int:
-    if kind.instance_class is Codes:
+    if kind.instance_class in (Codes, CodePairs):
         return 1
     halves = kind.instance_class in (Pairs, Brain, Half)
     return 2 if halves else vectors(kind).size
@@ -115,7 +128,7 @@ def _item(kind: Any) -> int:
 lanes = _constant(lambda kind: vectors(kind).lanes)
 size = _constant(lambda kind: vectors(kind).size)
 has_pairs = _constant(is_pairs)
-"""1 for `Pairs`, else 0."""
+"""1 for `Pairs` and `CodePairs`, else 0."""
 item = _constant(_item)
 """Bytes of a number in the arrays."""
 highest_bits = _constant(

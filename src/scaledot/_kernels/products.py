@@ -10,6 +10,7 @@ from scaledot._kernels.jit import separate
 from scaledot._kernels.kinds import BLOCK_KV, has_pairs, item, lanes, number, size
 from scaledot._kernels.room import padded
 from scaledot._kernels.rows import (
+    MORE,
     dots_1,
     dots_4,
     mix_1_2,
@@ -18,25 +19,25 @@ from scaledot._kernels.rows import (
     mix_2_2,
     mix_2_4,
     mix_2_8,
+    mix_more_2,
+    mix_more_4,
     more_dots_1,
     more_dots_4,
-    more_mix_4_2,
-    more_mix_4_4,
 )
 
 
 @separate
-def score_rows(kind, call, room, rows, count, cold):  # type: ignore[no-untyped-def]
+def score_rows(kind, call, room, rows, keys, coming, count, cold):  # type: ignore[no-untyped-def]
     """Scores of all rows for ``count`` keys, full vectors of them."""
     depth, queries = padded(kind, call.d_k), max(1, min(4, lanes(kind) // 2))
     step = depth // (1 + has_pairs(kind))  # elements of a row: those of pairs are two numbers
-    keys, scale, r = room.key_rows, number(kind, call.scale), 0
+    scale, r = number(kind, call.scale), 0
     for j in range(0, count, lanes(kind)):
         r = 0
         while r + queries <= rows:
             q = room.q + size(kind) * r * step
             for part in range(0, lanes(kind), lanes(kind) // queries):
-                k, ahead = keys + 8 * (j + part), keys + 8 * (j + part + BLOCK_KV)
+                k, ahead = keys + 8 * (j + part), coming + 8 * (j + part)
                 goal = room.scores + size(kind) * (r * BLOCK_KV + j + part)
                 if cold and r == 0:
                     dots_4(kind, q, step, k, ahead, step, goal, BLOCK_KV, scale)
@@ -44,7 +45,7 @@ def score_rows(kind, call, room, rows, count, cold):  # type: ignore[no-untyped-
                     more_dots_4(kind, q, step, k, ahead, step, goal, BLOCK_KV, scale)
             r += queries
         while r < rows:
-            q, k, ahead = room.q + size(kind) * r * step, keys + 8 * j, keys + 8 * (j + BLOCK_KV)
+            q, k, ahead = room.q + size(kind) * r * step, keys + 8 * j, coming + 8 * j
             goal = room.scores + size(kind) * (r * BLOCK_KV + j)
             if cold and r == 0:
                 dots_1(kind, q, step, k, ahead, step, goal, BLOCK_KV, scale)
@@ -69,23 +70,22 @@ def mix(kind, queries, columns, w, step, v, ahead, start, depth, acc, width, fac
     elif queries == 2:
         mix_2_2(kind, w, step, v, ahead, start, depth, acc, width, factor)
     elif columns == 4:
-        more_mix_4_4(kind, w, step, v, ahead, start, depth, acc, width, factor)
+        mix_more_4(kind, w, step, v, ahead, start, depth, acc, width, factor)
     else:
-        more_mix_4_2(kind, w, step, v, ahead, start, depth, acc, width, factor)
+        mix_more_2(kind, w, step, v, ahead, start, depth, acc, width, factor)
 
 
 @separate
-def add_values(kind, call, room, rows, depth, cold):  # type: ignore[no-untyped-def]
+def add_values(kind, call, room, rows, v, coming, depth, cold):  # type: ignore[no-untyped-def]
     """Acc = acc · factor + weights · values over ``depth`` keys (even, for `Pairs`)."""
     width, lane, halved = padded(kind, call.d_v), lanes(kind), 1 + has_pairs(kind)
-    weights, v = room.pairs if has_pairs(kind) else room.scores, room.value_rows
+    weights = room.pairs if has_pairs(kind) else room.scores
     step, depth, r = BLOCK_KV // halved, depth // halved, 0  # in elements
     while r < rows:
         first = cold and r < 4
-        queries, columns = min(2, rows - r), 8
-        ahead = v + 8 * BLOCK_KV if first else v
-        if not first and r + 4 <= rows:
-            queries, columns = 4, 4
+        queries, columns, ahead = min(2, rows - r), 8, coming if first else v
+        if r + MORE <= rows and (not first or item(kind) == 1):
+            queries, columns = MORE, 4
         w, factor = weights + size(kind) * r * step, room.factor + size(kind) * r
         c = 0
         while c < width:

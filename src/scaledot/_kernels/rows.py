@@ -13,9 +13,10 @@ from llvmlite import ir
 from numba.core import types
 
 from scaledot._kernels import simd
+from scaledot._kernels.codes import as_pairs, load_codes
 from scaledot._kernels.jit import intrinsic
-from scaledot._kernels.kinds import is_pairs, vectors, widen
-from scaledot._kernels.simd import I16, I32, I64, LOG2E, Vectors
+from scaledot._kernels.kinds import is_code_pairs, is_pairs, vectors, widen
+from scaledot._kernels.simd import I8, I16, I32, I64, LOG2E, Vectors
 from scaledot._kernels.target import HOST
 
 INT = types.intp
@@ -55,6 +56,21 @@ def _fetch(b: Any, line: Any, place: Any) -> None:
     b.call(fetch, [element, to_read, second_level, data])
 
 
+def _fetch_row(b: Any, line: Any, count: Any, size: int) -> None:
+    """Ask for ``count`` elements of a row."""
+
+    def body(i: Any, carried: list[Any]) -> list[Any]:
+        _fetch(b, line, i)
+        return []
+
+    simd.loop(b, count, LINE // size, [], body)
+
+
+def size_of(raw: Any) -> int:
+    """Bytes of a number in an array."""
+    return {simd.F32: 4, simd.F64: 8}.get(raw) or raw.width // 8
+
+
 def _lines(b: Any, rows: Any, numbers: list[Any], raw: Any, start: Any) -> list[Any]:
     """Pointers ``start`` bytes into some rows, from the list of addresses at ``rows``."""
     p = simd.pointer(b, rows, I64)
@@ -70,6 +86,7 @@ def make_dots(most: int, *, first: bool) -> Any:
 
     The ``first`` queries that meet keys read each row to its end, as memory is fetched best, and
     ask for the keys to come, whose addresses are at ``ahead``; others find keys in the cache.
+    Numbers of fewer bytes take time to widen: there keys are read side by side, too.
     """
 
     @intrinsic
@@ -95,20 +112,30 @@ def make_dots(most: int, *, first: bool) -> Any:
                 name = f"llvm.x86.avx512bf16.dpbf16ps.{32 * v.lanes}"
                 return simd.call(b, name, v.vector, total, x, y)
 
+            step = v.lanes * size_of(raw)  # bytes that a load takes
+            is_long = step >= LINE
+
             def sums_of(some: range) -> list[Any]:
+                for j in some if first and not is_long else []:
+                    _fetch_row(b, coming[j], args[5], size_of(raw))
+
                 def body(i: Any, sums: list[Any]) -> list[Any]:
                     xs, new = [v.load(b, x, i, element) for x in rows], list[Any]()
-                    for j in some:
-                        if first:
-                            _fetch(b, coming[j], i)
-                        y = read(b, v, v.load(b, lines[j], i, raw))
+                    here = lines[some.start : some.stop]
+                    for j in some if first and is_long else []:
+                        _fetch(b, coming[j], i)
+                    if is_code_pairs(kind):
+                        ys = _coded_rows(b, v, here, i)
+                    else:
+                        ys = [read(b, v, v.load(b, line, i, raw)) for line in here]
+                    for y in ys:
                         new += [add(x, y, sums[len(new) + r]) for r, x in enumerate(xs)]
                     return new
 
                 zeros = [v.const(0.0)] * (len(some) * queries)
                 return simd.loop(b, args[5], v.lanes, zeros, body)
 
-            together = 1 if first else keys
+            together = 1 if first and is_long else keys
             found = [x for j in range(0, keys, together) for x in sums_of(range(j, j + together))]
             sums = [found[j * queries + r] for r in range(queries) for j in range(keys)]
             total = _folded(b, v, sums)
@@ -125,12 +152,12 @@ def make_dots(most: int, *, first: bool) -> Any:
     return dots
 
 
-def make_mix(queries: int, columns: int, *, first: bool) -> Any:
+def make_mix(queries: int, columns: int) -> Any:
     """Build ``mix(kind, weights, step, values, ahead, start, depth, acc, acc_step, factor)``.
 
     acc[queries, columns vectors] = acc · factor[query] + weights · values, over ``depth`` keys,
-    whose addresses are at ``values``; columns lie ``start`` bytes behind them. The ``first`` ask
-    for the keys to come, whose addresses are at ``ahead``;
+    whose addresses are at ``values``; columns lie ``start`` bytes behind them. Keys to come,
+    whose addresses are at ``ahead``, are asked for;
     for `Pairs` two keys are taken at once and columns is even.
     """
 
@@ -142,8 +169,8 @@ def make_mix(queries: int, columns: int, *, first: bool) -> Any:
         def emit(cx: Any, b: Any, sig: Any, args: Any) -> Any:
             raw, read = widen(kind)
             if pairs:
-                raw = I16
-            bytes_each = v.size if raw is v.scalar else raw.width // 8
+                raw = I8 if is_code_pairs(kind) else I16
+            bytes_each = size_of(raw)
             element = I32 if pairs else v.scalar
             p, goal = simd.pointer(b, args[1], element), simd.pointer(b, args[7], v.scalar)
             factors = simd.pointer(b, args[9], v.scalar)
@@ -152,10 +179,12 @@ def make_mix(queries: int, columns: int, *, first: bool) -> Any:
             def body(i: Any, sums: list[Any]) -> list[Any]:
                 keys = [b.add(b.mul(i, I64(2)), I64(k)) for k in range(2)] if pairs else [i]
                 lines, coming = (_lines(b, args[k], keys, raw, args[5]) for k in (3, 4))
-                for x in coming if first else []:
+                for x in coming:
                     for c in range(0, columns * v.lanes * bytes_each, LINE):
                         _fetch(b, x, I64(c // bytes_each))
-                if pairs:
+                if is_code_pairs(kind):
+                    ys = _coded_columns(b, v, lines, columns)
+                elif pairs:
                     ys = _paired_rows(b, v, lines, columns)
                 else:
                     ys = [read(b, v, v.load(b, lines[0], I64(v.lanes * c), raw))
@@ -191,6 +220,27 @@ def _add_pairs(b: Any, v: Vectors, x: Any, y: Any, total: Any) -> Any:
     return simd.call(b, name, v.vector, total, b.bitcast(x, halves), b.bitcast(y, halves))
 
 
+def _coded_rows(b: Any, v: Vectors, lines: list[Any], i: Any) -> list[Any]:
+    """Pairs of an even number of rows of codes, each from pair i on."""
+    n, found = 2 * v.lanes, []
+    place = b.mul(i, I64(2))  # in bytes
+    for j in range(0, len(lines), 2):
+        both = [b.bitcast(line, I8.as_pointer()) for line in lines[j : j + 2]]
+        x, y = (load_codes(b, line, place, n) for line in both)
+        found += as_pairs(b, v, x, y, list(range(2 * n)))
+    return found
+
+
+def _coded_columns(b: Any, v: Vectors, lines: list[Any], columns: int) -> list[Any]:
+    """Vectors of pairs of the values of two keys, from their codes."""
+    n, found = 2 * v.lanes, []
+    order = [k for c in range(n) for k in (c, n + c)]
+    for c in range(0, columns * v.lanes, n):
+        x, y = (load_codes(b, line, I64(c), n) for line in lines)
+        found += as_pairs(b, v, x, y, order)
+    return found
+
+
 def _paired_rows(b: Any, v: Vectors, lines: list[Any], columns: int) -> list[Any]:
     """Vectors of pairs of the values of two keys."""
     n, found = v.lanes, []
@@ -211,9 +261,9 @@ def _paired_rows(b: Any, v: Vectors, lines: list[Any], columns: int) -> list[Any
 
 dots_1, dots_4 = make_dots(1, first=True), make_dots(4, first=True)
 more_dots_1, more_dots_4 = make_dots(1, first=False), make_dots(4, first=False)
-mix_1_8, mix_1_4, mix_1_2 = (make_mix(1, n, first=True) for n in (8, 4, 2))
-mix_2_8, mix_2_4, mix_2_2 = (make_mix(2, n, first=True) for n in (8, 4, 2))
-more_mix_4_4, more_mix_4_2 = (make_mix(4, n, first=False) for n in (4, 2))
+mix_1_8, mix_1_4, mix_1_2 = (make_mix(1, n) for n in (8, 4, 2))
+mix_2_8, mix_2_4, mix_2_2 = (make_mix(2, n) for n in (8, 4, 2))
+mix_more_4, mix_more_2 = (make_mix(MORE, n) for n in (4, 2))
 
 
 @intrinsic

@@ -31,6 +31,8 @@ class Target:
     """Whether float16 is widened by an instruction."""
     bf16: bool = False
     """Whether two products of bfloat16 are added to a float32 by one instruction."""
+    bytes: bool = False
+    """Whether one instruction looks bytes up in a table of 128."""
 
 
 TARGETS = {
@@ -66,7 +68,8 @@ def detect() -> Target:
             )
         return replace(TARGETS[base], bf16=name != base)
     if has.get("avx512f") and has.get("avx512vl") and has.get("avx512dq"):
-        return replace(TARGETS["avx512"], bf16=bool(has.get("avx512bf16")))
+        bf16, lookup = (bool(has.get(name)) for name in ("avx512bf16", "avx512vbmi"))
+        return replace(TARGETS["avx512"], bf16=bf16, bytes=bf16 and lookup)
     if has.get("avx2") and has.get("fma"):
         return TARGETS["avx2"]
     return TARGETS["neon" if has.get("neon") else "generic"]

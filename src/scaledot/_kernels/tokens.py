@@ -8,6 +8,7 @@ from scaledot._kernels.jit import inlined, separate
 from scaledot._kernels.kinds import (
     BLOCK_KV,
     bytes_at,
+    floats_at,
     halves_at,
     highest_bits,
     item,
@@ -48,16 +49,21 @@ def run_of_tokens(call, entry, token, count, page_step, row_step):  # type: igno
 @separate
 def find_tokens(call, entry, base, page_step, row_step, tile, count, nothing, rows):  # type: ignore[no-untyped-def]
     """Addresses of ``count`` tokens from ``tile`` on; those of ``nothing`` for more."""
-    goal, j = longs_at(rows, BLOCK_KV), 0
+    goal, j, some = longs_at(rows, BLOCK_KV), 0, count
+    page = slot = np.int64(0)
+    if call.page_table:
+        page, slot = np.int64(tile // call.page_size), np.int64(tile % call.page_size)
+        table = call.page_table + 8 * entry * call.pages_of_entry
     while j < count:
-        place = base + token_place(call, entry, tile + j, page_step, row_step)
-        some = count - j
+        place = base + (tile + j) * row_step
         if call.page_table:
-            some = min(some, call.page_size - (tile + j) % call.page_size)
+            some = min(call.page_size - slot, count - j)
+            place = base + load_int64(table + 8 * page) * page_step + slot * row_step
+            page, slot = page + 1, np.int64(0)
         for i in range(some):
             goal[j + i] = place + i * row_step
         j += some
-    goal[count:] = nothing
+    goal[max(count, 0) :] = nothing
 
 
 @inlined
@@ -128,8 +134,13 @@ def clear_odd(kind, values, step, count, d, odd):  # type: ignore[no-untyped-def
 def gather_scales(kind, source, step, count, scales):  # type: ignore[no-untyped-def]
     """Factors of the ``count`` tokens of a tile of eight-bit codes; 1 for more."""
     line = numbers(kind, scales, BLOCK_KV)
-    for j in range(count):
-        line[j] = load_float32(source + j * step)
+    if step == 4:
+        given = floats_at(source, count)
+        for j in range(count):
+            line[j] = given[j]
+    else:
+        for j in range(count):
+            line[j] = load_float32(source + j * step)
     line[count:] = 1
 
 
