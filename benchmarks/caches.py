@@ -72,19 +72,20 @@ def pages_beside_contiguous(rng: Any, dtype: str, batch: int, length: int, page_
     )  # fmt: skip
 
 
-def eight_bits(rng: Any, batch: int, length: int) -> Pair:
+def eight_bits(rng: Any, batch: int, length: int, key_heads: int) -> Pair:
     """The same tokens as int8 and as bfloat16."""
     query = tokens(rng, batch, HEADS, 1, "bfloat16")
-    key, value = (tokens(rng, batch, KEY_HEADS, length, "bfloat16") for _ in range(2))
+    key, value = (tokens(rng, batch, key_heads, length, "bfloat16") for _ in range(2))
     caches = []
     for dtype in ("int8", "bfloat16"):
-        cache = sd.KVCache(batch, KEY_HEADS, WIDTH, WIDTH, length, dtype)
+        cache = sd.KVCache(batch, key_heads, WIDTH, WIDTH, length, dtype)
         cache.append(key, value)
         caches.append(cache)
     small, wide = caches
     return Pair(
-        f"int8, batch {batch}, {length} tokens", ("int8", lambda: small.attention(query)),
-        ("bfloat16", lambda: wide.attention(query)), 1.6, batch,
+        f"int8, batch {batch}, {length} tokens, {key_heads} key heads",
+        ("int8", lambda: small.attention(query)), ("bfloat16", lambda: wide.attention(query)),
+        1.6, batch,
     )  # fmt: skip
 
 
@@ -114,12 +115,13 @@ def cases(rng: Any) -> list[Callable[[], Pair]]:
     """Everything that is measured, made when its turn comes."""
     found: list[Callable[[], Pair]] = []
     for dtype in DTYPES:
-        for batch, length in ((1, 16384), (8, 2048)):
+        for batch, length in ((1, 32768), (16, 4096)):
             for page_size in (1, 16, 128):
                 found.append(lambda d=dtype, b=batch, n=length, p=page_size:  # type: ignore[misc]
                              pages_beside_contiguous(rng, d, b, n, p))  # fmt: skip
-    for batch, length in ((1, 16384), (8, 2048), (4, 8192)):
-        found.append(lambda b=batch, n=length: eight_bits(rng, b, n))  # type: ignore[misc]
+    for batch, length, key_heads in ((1, 16384, 32), (8, 2048, 32), (1, 65536, 8), (16, 4096, 8)):
+        found.append(lambda b=batch, n=length, k=key_heads:  # type: ignore[misc]
+                     eight_bits(rng, b, n, k))  # fmt: skip
     for dtype in DTYPES:
         for heads, key_heads in ((8, 8), (32, 8)):
             found.append(lambda d=dtype, h=heads, k=key_heads:  # type: ignore[misc]

@@ -34,12 +34,13 @@ def over(
         if reads_codes:
             from scaledot import _code_kernels
 
-            here = plain._replace(window=window)
+            sides = _checks.window(window, plain.causal)
             states = (
-                _code_kernels.run(problem, _code_kernels.Codes(*memory.codes(slots)),
-                                  here._replace(kv_offset=offset, kv_len=length))
+                _code_kernels.run(
+                    problem, _code_kernels.Codes(*memory.codes(slots)), sides, offset, length
+                )
                 for slots, offset, length in stretches
-            )  # fmt: skip
+            )
             return functools.reduce(merge, states)
         chunks = memory.chunks(stretches, wide.dtype, options.mask, first)
         return attend_chunks(

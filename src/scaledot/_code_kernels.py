@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from scaledot import _arrays
 from scaledot._bridges import cpu
 from scaledot._kernels import decode
 from scaledot._kernels.simd import SINGLE
 from scaledot._kernels.target import HOST
 from scaledot._launch import address, launch, memory
-from scaledot._spec import Options, Problem, resolve
+from scaledot._spec import Problem
 from scaledot._state import State
 from scaledot._typing import Array
 
@@ -37,15 +37,17 @@ def can_do(problem: Problem) -> bool:
     return spec.dtype in KERNELS and spec.len_q <= decode.few(SINGLE.lanes)
 
 
-def run(given: Problem, codes: Codes, options: Options) -> State:
+def run(
+    given: Problem, codes: Codes, window: tuple[int | None, int | None], kv_offset: Any, kv_len: Any
+) -> State:
     """Attention without sinks, as `attention_state` of the numbers that the codes stand for.
 
-    ``given`` is the call without any token; ``options`` are those for these tokens.
+    ``given`` is the call without any token; the others are those of `attention`, for these tokens.
     """
-    query = given.query
+    problem = _problem(given, codes, window, kv_offset, kv_len)
+    query = problem.query
     if given.spec.library == "jax":
-        query, codes = np.asarray(query), Codes(*map(np.asarray, codes))
-    problem = _problem(query, codes, options)
+        codes = Codes(*map(np.asarray, codes))
     spec, numbers = problem.spec, np.dtype(np.float32)
     chosen = cpu.plan(spec)._replace(kernel=KERNELS[spec.dtype])
     out, lse = cpu.results((*spec.scores_shape[:-1], spec.d_v), numbers, numbers, query)
@@ -68,11 +70,16 @@ def run(given: Problem, codes: Codes, options: Options) -> State:
     return State(cpu.back(out, given), cpu.back(lse, given))
 
 
-def _problem(query: Array, codes: Codes, options: Options) -> Problem:
-    """The call in normal form; its keys and values are zeros that take no memory."""
-    xp = _arrays.namespace(query)
+def _problem(
+    given: Problem, codes: Codes, window: tuple[int | None, int | None], kv_offset: Any, kv_len: Any
+) -> Problem:
+    """The call with these tokens."""
+    here = cpu.on_host(given)
 
-    def stand_in(x: Array) -> Array:
-        return xp.broadcast_to(xp.zeros((), dtype=query.dtype), tuple(x.shape))
+    def entries(x: Any) -> Any:
+        return np.asarray(x, dtype=np.int64).reshape(-1, 1, 1, 1)
 
-    return resolve(query, stand_in(codes.key), stand_in(codes.value), options, slices=True)
+    left, right = window
+    spec = replace(here.spec, len_kv=int(codes.key.shape[-2]), left=left, right=right)
+    terms = replace(here.terms, kv_start=entries(kv_offset), kv_count=entries(kv_len))
+    return replace(here, spec=spec, terms=terms, columns=range(spec.len_kv))

@@ -49,7 +49,7 @@ from scaledot._kernels.room import (
     parts_of,
     take_room,
 )
-from scaledot._kernels.rows import row_max, row_pairs, row_scale, row_weigh
+from scaledot._kernels.rows import row_max, row_pairs, row_scale, row_weights
 from scaledot._kernels.target import HOST
 from scaledot._kernels.tile import (
     EMPTY,
@@ -68,8 +68,6 @@ from scaledot._kernels.tokens import (
     find_tokens,
     gather_scales,
     point_at,
-    scale_scores,
-    scale_weights,
 )
 
 INF = math.inf
@@ -106,8 +104,9 @@ def hide_row(kind, call, entry, row, tile, end, scores):  # type: ignore[no-unty
     line = numbers(kind, scores, end)
     low = clip(first_key(call, entry, row) - tile, 0, end)
     high = clip(end_key(call, entry, row) - tile, 0, end)
-    line[:low] = -INF
-    line[max(low, high) :] = -INF
+    if low > 0 or high < end:
+        line[:low] = -INF
+        line[max(low, high) :] = -INF
 
 
 @separate
@@ -156,7 +155,9 @@ def weigh_row(kind, room, r, end):  # type: ignore[no-untyped-def]
         factor[r] = math.exp(below) if below > -700 + 600 * (size(kind) == 4) else 0
         top[r] = new
     shift = top[r] if top[r] != -INF else number(kind, 0.0)
-    total[r] = total[r] * factor[r] + row_weigh(kind, scores, end, shift)
+    total[r] = total[r] * factor[r] + row_weights(
+        kind, scores, end, shift, room.value_scales, room.pairs + 2 * r * BLOCK_KV
+    )
 
 
 @separate
@@ -225,12 +226,9 @@ def decode_tile(kind, call, room, share, tile, low, high, here, cold, careful): 
     if call.k_column != item(kind) or call.d_k != depth:
         copy_rows(kind, keys, call.k_column, high, call.d_k, depth, room.keys)
         point_at(room.keys, item(kind) * depth, high, keys)
-    score_rows(kind, call, room, rows, keys, next_keys, end, cold)
     if item(kind) == 1:
         load_scales(kind, call, room, share, tile, high)
-        for r in range(rows):
-            scores = room.scores + size(kind) * r * BLOCK_KV
-            scale_scores(kind, scores, room.key_scales, end)
+    score_rows(kind, call, room, rows, keys, next_keys, end, cold)
     if adjusts(call) or hides(call):
         for r in range(0, rows, of_head):
             apply_options(kind, call, room, pair_of(call, share, r), r, tile, low, high)
@@ -246,9 +244,7 @@ def decode_tile(kind, call, room, share, tile, low, high, here, cold, careful): 
         if call.threshold:
             pair = pair_of(call, share, r)
             ask(call.drop, call.address, pair, r % of_head, tile, end, 0, weights, 0)
-        if item(kind) == 1:
-            scale_weights(kind, weights, room.value_scales, end)
-        row_pairs(kind, weights, end, room.pairs + 2 * r * BLOCK_KV)
+            row_pairs(kind, weights, end, room.pairs + 2 * r * BLOCK_KV)
     add_values(kind, call, room, rows, values, next_values, end, cold)
 
 

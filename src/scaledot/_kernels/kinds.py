@@ -70,6 +70,11 @@ def is_pairs(kind: Any) -> bool:
     return kind.instance_class in (Pairs, CodePairs)
 
 
+def is_codes(kind: Any) -> bool:
+    """Whether arrays hold eight-bit codes."""
+    return kind.instance_class in (Codes, CodePairs)
+
+
 def is_code_pairs(kind: Any) -> bool:
     """Whether pairs of bfloat16 come from eight-bit codes."""
     return kind.instance_class is CodePairs
@@ -119,7 +124,7 @@ def _constant(value: Any) -> Any:
 
 
 def _item(kind: Any) -> int:
-    if kind.instance_class in (Codes, CodePairs):
+    if is_codes(kind):
         return 1
     halves = kind.instance_class in (Pairs, Brain, Half)
     return 2 if halves else vectors(kind).size

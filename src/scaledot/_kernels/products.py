@@ -39,18 +39,20 @@ def score_rows(kind, call, room, rows, keys, coming, count, cold):  # type: igno
             for part in range(0, lanes(kind), lanes(kind) // queries):
                 k, ahead = keys + 8 * (j + part), coming + 8 * (j + part)
                 goal = room.scores + size(kind) * (r * BLOCK_KV + j + part)
+                factors = room.key_scales + size(kind) * (j + part)
                 if cold and r == 0:
-                    dots_4(kind, q, step, k, ahead, step, goal, BLOCK_KV, scale)
+                    dots_4(kind, q, step, k, ahead, step, goal, BLOCK_KV, scale, factors)
                 else:
-                    more_dots_4(kind, q, step, k, ahead, step, goal, BLOCK_KV, scale)
+                    more_dots_4(kind, q, step, k, ahead, step, goal, BLOCK_KV, scale, factors)
             r += queries
         while r < rows:
             q, k, ahead = room.q + size(kind) * r * step, keys + 8 * j, coming + 8 * j
             goal = room.scores + size(kind) * (r * BLOCK_KV + j)
+            factors = room.key_scales + size(kind) * j
             if cold and r == 0:
-                dots_1(kind, q, step, k, ahead, step, goal, BLOCK_KV, scale)
+                dots_1(kind, q, step, k, ahead, step, goal, BLOCK_KV, scale, factors)
             else:
-                more_dots_1(kind, q, step, k, ahead, step, goal, BLOCK_KV, scale)
+                more_dots_1(kind, q, step, k, ahead, step, goal, BLOCK_KV, scale, factors)
             r += 1
 
 

@@ -15,7 +15,7 @@ from numba.core import types
 from scaledot._kernels import simd
 from scaledot._kernels.codes import as_pairs, load_codes
 from scaledot._kernels.jit import intrinsic
-from scaledot._kernels.kinds import is_code_pairs, is_pairs, vectors, widen
+from scaledot._kernels.kinds import is_code_pairs, is_codes, is_pairs, vectors, widen
 from scaledot._kernels.simd import I8, I16, I32, I64, LOG2E, Vectors
 from scaledot._kernels.target import HOST
 
@@ -25,19 +25,27 @@ MORE = 4 if HOST.name == "avx512" else 2  # queries that share values in cache, 
 
 
 def _folded(b: Any, v: Vectors, sums: list[Any]) -> Any:
-    """Vector whose lane k is the sum of the lanes of vector k."""
-    n, width = len(sums), 1
-    while width < n:
-        for i in range(0, n, 2 * width):
-            x, y = sums[i], sums[i + width]
-            low = [k if not k & width else n + k - width for k in range(n)]
-            high = [k + width if not k & width else n + k for k in range(n)]
-            parts = [
-                b.shuffle_vector(x, y, ir.Constant(ir.VectorType(I32, n), order))
-                for order in (low, high)
-            ]
-            sums[i] = b.fadd(*parts)
-        width *= 2
+    """Vector whose lane k is the sum of the lanes of vector k.
+
+    Two vectors at a time become one; first within the parts of 16 bytes that most instructions
+    keep to, then across them.
+    """
+    n, part, taken, block = len(sums), 16 // v.size, 1, len(sums)
+    while len(sums) > 1:
+        if taken < part:
+            far = part // 2
+            starts = [k for s in range(0, n, part) for k in range(s, s + far, taken)]
+            order = [x + k + i for k in starts for x in (0, n) for i in range(taken)]
+            taken *= 2
+        else:
+            far = block // 2
+            order = [x + k for x in (0, n) for s in range(0, n, block) for k in range(s, s + far)]
+            block = far
+        both = [ir.Constant(ir.VectorType(I32, n), [k + d for k in order]) for d in (0, far)]
+        sums = [
+            b.fadd(*(b.shuffle_vector(x, y, order) for order in both))
+            for x, y in zip(sums[::2], sums[1::2], strict=True)
+        ]
     return sums[0]
 
 
@@ -56,14 +64,12 @@ def _fetch(b: Any, line: Any, place: Any) -> None:
     b.call(fetch, [element, to_read, second_level, data])
 
 
-def _fetch_row(b: Any, line: Any, count: Any, size: int) -> None:
-    """Ask for ``count`` elements of a row."""
-
-    def body(i: Any, carried: list[Any]) -> list[Any]:
-        _fetch(b, line, i)
-        return []
-
-    simd.loop(b, count, LINE // size, [], body)
+def _fetch_rows(b: Any, lines: list[Any], place: Any, size: int) -> None:
+    """Ask for the memory at an element of rows, where a line of memory begins with it."""
+    starts = b.icmp_unsigned("==", b.and_(place, I64(LINE // size - 1)), I64(0))
+    with b.if_then(starts, likely=True):
+        for line in lines:
+            _fetch(b, line, place)
 
 
 def size_of(raw: Any) -> int:
@@ -78,11 +84,12 @@ def _lines(b: Any, rows: Any, numbers: list[Any], raw: Any, start: Any) -> list[
 
 
 def make_dots(most: int, *, first: bool) -> Any:
-    """Build ``dots(kind, q, q_step, k, ahead, depth, scores, step, scale)``.
+    """Build ``dots(kind, q, q_step, k, ahead, depth, scores, step, scale, factors)``.
 
     Scores of ``most`` queries, or of half the lanes, and lanes / queries keys, whose addresses are
     at ``k``: the products of rows of ``depth`` elements, a multiple of the lanes. Each sum is over
-    lanes of partial sums, the same for every number of queries, and is scaled at the end.
+    lanes of partial sums, the same for every number of queries, and is scaled at the end; for
+    codes, also by the ``factors`` of the keys.
 
     The ``first`` queries that meet keys read each row to its end, as memory is fetched best, and
     ask for the keys to come, whose addresses are at ``ahead``; others find keys in the cache.
@@ -91,7 +98,7 @@ def make_dots(most: int, *, first: bool) -> Any:
 
     @intrinsic
     def dots(context: Any, kind: Any, q: Any, q_step: Any, k: Any, ahead: Any, depth: Any,
-             scores: Any, step: Any, scale: Any) -> Any:  # fmt: skip
+             scores: Any, step: Any, scale: Any, factors: Any) -> Any:  # fmt: skip
         v, pairs = vectors(kind), is_pairs(kind)
         queries = min(most, max(1, v.lanes // 2))
         keys = v.lanes // queries
@@ -112,18 +119,15 @@ def make_dots(most: int, *, first: bool) -> Any:
                 name = f"llvm.x86.avx512bf16.dpbf16ps.{32 * v.lanes}"
                 return simd.call(b, name, v.vector, total, x, y)
 
-            step = v.lanes * size_of(raw)  # bytes that a load takes
-            is_long = step >= LINE
+            bytes_each = size_of(raw)
+            is_long = v.lanes * bytes_each >= LINE
 
             def sums_of(some: range) -> list[Any]:
-                for j in some if first and not is_long else []:
-                    _fetch_row(b, coming[j], args[5], size_of(raw))
-
                 def body(i: Any, sums: list[Any]) -> list[Any]:
                     xs, new = [v.load(b, x, i, element) for x in rows], list[Any]()
                     here = lines[some.start : some.stop]
-                    for j in some if first and is_long else []:
-                        _fetch(b, coming[j], i)
+                    if first:
+                        _fetch_rows(b, coming[some.start : some.stop], i, bytes_each)
                     if is_code_pairs(kind):
                         ys = _coded_rows(b, v, here, i)
                     else:
@@ -140,6 +144,12 @@ def make_dots(most: int, *, first: bool) -> Any:
             sums = [found[j * queries + r] for r in range(queries) for j in range(keys)]
             total = _folded(b, v, sums)
             total = b.fmul(total, v.splat(b, args[8]))
+            if is_codes(kind):
+                p = simd.pointer(b, args[9], v.scalar)
+                few = b.load(b.bitcast(p, ir.VectorType(v.scalar, keys).as_pointer()))
+                few.align = 1
+                order = ir.Constant(v.integers, [j % keys for j in range(v.lanes)])
+                total = b.fmul(total, b.shuffle_vector(few, few, order))
             goal = simd.pointer(b, args[6], v.scalar)
             for r in range(queries):
                 order = ir.Constant(ir.VectorType(I32, keys), [r * keys + j for j in range(keys)])
@@ -147,7 +157,7 @@ def make_dots(most: int, *, first: bool) -> Any:
                 v.store(b, goal, b.mul(args[7], I64(r)), part)
             return cx.get_dummy_value()
 
-        return types.void(kind, *(INT,) * 7, v.number), emit
+        return types.void(kind, *(INT,) * 7, v.number, INT), emit
 
     return dots
 
@@ -309,19 +319,59 @@ def row_weigh(context: Any, kind: Any, scores: Any, count: Any, top: Any) -> Any
 
 
 @intrinsic
+def row_weights(context: Any, kind: Any, scores: Any, count: Any, top: Any, factors: Any,
+                pairs: Any) -> Any:  # fmt: skip
+    """`row_weigh`, then what weighs values: times the keys' ``factors``, rounded to ``pairs``.
+
+    Factors are those of codes; they are not applied to what is excluded, where they may be nan.
+    """
+    v = vectors(kind)
+
+    def emit(cx: Any, b: Any, sig: Any, args: Any) -> Any:
+        p, m = simd.pointer(b, args[1], v.scalar), v.splat(b, args[3])
+        factors, goal = simd.pointer(b, args[4], v.scalar), simd.pointer(b, args[5], I16)
+
+        def body(i: Any, sums: list[Any]) -> list[Any]:
+            both = []
+            for k in range(2):
+                place = b.add(i, I64(k * v.lanes))
+                score = v.load(b, p, place)
+                w = v.exp2(b, b.fmul(b.fsub(score, m), v.const(LOG2E)))
+                hidden = b.fcmp_ordered("==", score, v.const(float("-inf")))
+                w = b.select(hidden, v.const(-0.0), w)
+                sums = [b.fadd(sums[0], w)]
+                if is_codes(kind):
+                    w = b.select(hidden, w, b.fmul(w, v.load(b, factors, place)))
+                v.store(b, p, place, w)
+                both.append(w)
+            if is_pairs(kind):
+                v.store(b, goal, i, _rounded_pair(b, v, *both))
+            return sums
+
+        sums = simd.loop(b, args[2], 2 * v.lanes, [v.const(0.0)], body)
+        return v.sum_lanes(b, sums[0])
+
+    return v.number(kind, INT, INT, v.number, INT, INT), emit
+
+
+def _rounded_pair(b: Any, v: Vectors, x: Any, y: Any) -> Any:
+    """Two vectors of float32 as one of bfloat16."""
+    name = f"llvm.x86.avx512bf16.cvtne2ps2bf16.{32 * v.lanes}"
+    both = simd.call(b, name, ir.VectorType(simd.BF16, 2 * v.lanes), y, x)
+    return b.bitcast(both, ir.VectorType(I16, 2 * v.lanes))
+
+
+@intrinsic
 def row_pairs(context: Any, kind: Any, weights: Any, count: Any, pairs: Any) -> Any:
     """Round ``count`` weights (a multiple of twice the lanes) to bfloat16; else do nothing."""
     v = vectors(kind)
 
     def emit(cx: Any, b: Any, sig: Any, args: Any) -> Any:
         p, goal = simd.pointer(b, args[1], v.scalar), simd.pointer(b, args[3], I16)
-        halves = ir.VectorType(simd.BF16, 2 * v.lanes)
 
         def body(i: Any, carried: list[Any]) -> list[Any]:
             x, y = v.load(b, p, i), v.load(b, p, b.add(i, I64(v.lanes)))
-            name = f"llvm.x86.avx512bf16.cvtne2ps2bf16.{32 * v.lanes}"
-            both = simd.call(b, name, halves, y, x)
-            v.store(b, goal, i, b.bitcast(both, ir.VectorType(I16, 2 * v.lanes)))
+            v.store(b, goal, i, _rounded_pair(b, v, x, y))
             return []
 
         if is_pairs(kind):

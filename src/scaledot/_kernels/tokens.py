@@ -142,21 +142,3 @@ def gather_scales(kind, source, step, count, scales):  # type: ignore[no-untyped
         for j in range(count):
             line[j] = load_float32(source + j * step)
     line[count:] = 1
-
-
-@separate
-def scale_scores(kind, scores, scales, end):  # type: ignore[no-untyped-def]
-    """Scores of codes to those of the numbers that they stand for."""
-    line, factor = numbers(kind, scores, end), numbers(kind, scales, end)
-    for j in range(end):
-        line[j] *= factor[j]
-
-
-@separate
-def scale_weights(kind, weights, scales, end):  # type: ignore[no-untyped-def]
-    """Weights of codes; -0 stands for excluded keys, whose factor may be nan."""
-    line, factor = numbers(kind, weights, end), numbers(kind, scales, end)
-    bits = words_at(weights, end)
-    for j in range(end):
-        hidden = bits[j] == np.uint32(0x80000000)
-        line[j] = line[j] if hidden else line[j] * factor[j]
