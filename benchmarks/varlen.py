@@ -310,7 +310,8 @@ def markdown(result: dict[str, Any]) -> str:
              f"{load}.", ""]  # fmt: skip
     for threads in result["threads"]:
         lines += [f"## {threads} {'thread' if threads == 1 else 'threads'}", "",
-                  "| Milliseconds, GFLOP/s | " + " | ".join(TITLES.values()) + " | times as fast |",
+                  "| Milliseconds, GFLOP/s | " + " | ".join(TITLES.values())
+                  + " | times as fast as padded, as the faster |",
                   "|---" * (2 + len(TITLES)) + "|"]  # fmt: skip
         for case in CASES:
             cells = {c["peer"]: c for c in result["cells"]
@@ -318,8 +319,9 @@ def markdown(result: dict[str, Any]) -> str:
             if not cells:
                 continue
             timed = {n: c["median_s"] for n, c in cells.items() if "median_s" in c}
-            others = [x for n, x in timed.items() if n != "scaledot"]
-            ratio = f"{min(others) / timed['scaledot']:.2f}×" if len(timed) > 1 and others else ""
+            own = timed.pop("scaledot", None)
+            others = [timed.get("torch"), min(timed.values(), default=None)]
+            ratio = ", ".join(f"{x / own:.2f}×" for x in others if x and own)
             shown = [cell_text(cells.get(name, {})) for name in TITLES]
             lines.append(f"| {case.title} | {' | '.join(shown)} | {ratio} |")
         lines.append("")

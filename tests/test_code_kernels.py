@@ -46,13 +46,14 @@ def stands_for(x):
     return _cache_memory.restored(*_cache_memory.quantised(x), np.dtype(np.float32))
 
 
-def check(got, query, key, value, options):
+def check(got, query, key, value, options, dtype="float32"):
     """Compare every entry with the oracle on what the codes stand for."""
+    query = as_float64(query).astype(np.float32)
     arguments = {"causal": True, "query": query, "key": stands_for(key)} | options
     arguments["value"] = stands_for(value)
     truth, _, weights = naive.attention(**arguments)
     yardstick, _ = textbook_of(arguments, weights)
-    assert_close(as_float64(got), truth, yardstick, eps=EPS["float32"], len_kv=key.shape[2])
+    assert_close(as_float64(got), truth, yardstick, eps=EPS[dtype], len_kv=key.shape[2])
 
 
 @pytest.fixture
@@ -76,6 +77,32 @@ def test_widths_and_lengths(d_k, d_v, len_q, rng):
     for length in (8, 127, 129, 300):
         query, key, value = arrays(rng, length, d_k, d_v, len_q=len_q)
         check(filled(key, value).attention(query), query, key, value, {})
+
+
+@pytest.mark.parametrize(("d_k", "d_v"), [(1, 2), (17, 20), (64, 64), (96, 160)])
+def test_brain_queries(d_k, d_v, rng):
+    """Every code is a number of bfloat16; one processor multiplies them so."""
+    for length, len_q, options in ((1, 1, {}), (130, 2, OPTIONS["window"]), (1100, 8, {})):
+        query, key, value = arrays(rng, length, d_k, d_v, len_q=len_q)
+        query = query.astype(pytest.importorskip("ml_dtypes").bfloat16)
+        got = filled(key, value).attention(query, **options)
+        assert got.dtype == query.dtype
+        check(got, query, key, value, options, "bfloat16")
+
+
+def test_each_code_counts_for_itself():
+    """One key, one feature: the product of each code with 1 is the code."""
+    codes = np.arange(-127, 128, dtype=np.float32)
+    key = np.zeros((1, 1, 255, 40), np.float32)
+    key[0, 0, :, 7], key[0, 0, :, 8] = codes, 127  # so that every scale is 1
+    query = np.zeros((1, 1, 1, 40), pytest.importorskip("ml_dtypes").bfloat16)
+    query[..., 7] = 1
+    value = np.eye(255, dtype=np.float32)[None, None]
+    cache = sd.KVCache(1, 1, 40, 255, 255, "int8")
+    cache.append(key, value)
+    weights = as_float64(cache.attention(query, scale=0.01))[0, 0, 0]
+    expected = np.exp(0.01 * codes) / np.exp(0.01 * codes).sum()
+    np.testing.assert_array_less(abs(weights - expected), 2.0**-7 * expected)
 
 
 @pytest.mark.parametrize("library", ["torch", "jax"])

@@ -1,5 +1,7 @@
 """Kernels that find pages themselves: the bits of contiguous memory, whoever shares the pages."""
 
+import tracemalloc
+
 import numpy as np
 import pytest
 
@@ -141,6 +143,21 @@ def test_who_shares_a_part_may_see_little_of_it(options, rng):
     for entry, start in enumerate(starts.tolist()):
         own = options | {"q_offset": start}
         assert_same(got[entry], alone(query[entry], histories[entry], own))
+
+
+@pytest.mark.parametrize("len_q", [1, 40])
+def test_nothing_is_gathered(len_q, rng):
+    """Memory of a call beside 6 MiB of tokens in scattered pages."""
+    histories = [tuple(rng.standard_normal((2, 6000, 2, 64), dtype=np.float32))]
+    query = rng.standard_normal((1, 2, len_q, 64), dtype=np.float32)
+    pages = pages_of(histories, 16, rng)
+    sd.paged_attention(query, *pages, [6000], impl="kernels")
+    tracemalloc.start()
+    sd.paged_attention(query, *pages, [6000], impl="kernels")
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    threads = sd.get_num_threads()
+    assert peak < 2**20 * (1 + threads // 2)
 
 
 def test_states_have_lse(rng):

@@ -64,7 +64,8 @@ INTEGERS = (
     "score_slope",  # address of a native function: derivative of score_mod
     "bias_sums",  # (groups, rows or 1, keys or 1), or (groups, ranges, rows or 1) for 1
     "bias_rows", "bias_columns",  # their lengths
-    "members", "num_groups", "member_starts",  # int64: pairs of each group, one after the other
+    # Pairs of each group that shares a bias; or entries of each share; or records of sequences.
+    "members", "num_groups", "member_starts",  # int64: members, one group after the other
     # Of forward mode and second derivatives: tangents in the kind's numbers, rows without gaps.
     "tangent_query", "tangent_q_places", "tangent_key", "tangent_k_places",
     "tangent_value", "tangent_v_places",
