@@ -160,7 +160,7 @@ KERNELS = (
            "high = end_key(call, entry_of(call, share, 0), call.len_q - 1)",
            "page_kernels::who_shares_a_part_may_see_little_of_it[causal]"),
     kernel("codes-without-scale", "rows.py",
-           "total = b.fmul(total, b.shuffle_vector(few, few, order))", "pass",
+           "total = b.fmul(total, _repeated(b, v, args[9], keys))", "pass",
            "code_kernels::options[none]"),
     kernel("codes-of-hidden-tokens", "rows.py",
            "w = b.select(hidden, w, b.fmul(w, v.load(b, factors, place)))",

@@ -106,34 +106,24 @@ def make_dots(most: int, *, first: bool) -> Any:
         def emit(cx: Any, b: Any, sig: Any, args: Any) -> Any:
             element = I32 if pairs else v.scalar
             p = simd.pointer(b, args[1], element)
-            raw, read = widen(kind)
+            raw, _ = widen(kind)
             rows = [b.gep(p, [b.mul(args[2], I64(r))]) for r in range(queries)]
             numbers = [I64(j) for j in range(keys)]
             lines, coming = (_lines(b, args[i], numbers, raw, I64(0)) for i in (3, 4))
-            halves = ir.VectorType(simd.BF16, 2 * v.lanes)
-
-            def add(x: Any, y: Any, total: Any) -> Any:
-                if not pairs:
-                    return v.fma(b, x, y, total)
-                x, y = b.bitcast(x, halves), b.bitcast(y, halves)
-                name = f"llvm.x86.avx512bf16.dpbf16ps.{32 * v.lanes}"
-                return simd.call(b, name, v.vector, total, x, y)
-
             bytes_each = size_of(raw)
             is_long = v.lanes * bytes_each >= LINE
 
             def sums_of(some: range) -> list[Any]:
                 def body(i: Any, sums: list[Any]) -> list[Any]:
-                    xs, new = [v.load(b, x, i, element) for x in rows], list[Any]()
-                    here = lines[some.start : some.stop]
+                    here = slice(some.start, some.stop)
                     if first:
-                        _fetch_rows(b, coming[some.start : some.stop], i, bytes_each)
-                    if is_code_pairs(kind):
-                        ys = _coded_rows(b, v, here, i)
-                    else:
-                        ys = [read(b, v, v.load(b, line, i, raw)) for line in here]
+                        _fetch_rows(b, coming[here], i, bytes_each)
+                    ys = _key_vectors(b, kind, lines[here], i)
+                    xs, new = [v.load(b, x, i, element) for x in rows], list[Any]()
                     for y in ys:
-                        new += [add(x, y, sums[len(new) + r]) for r, x in enumerate(xs)]
+                        new += [
+                            _added(b, kind, x, y, sums[len(new) + r]) for r, x in enumerate(xs)
+                        ]
                     return new
 
                 zeros = [v.const(0.0)] * (len(some) * queries)
@@ -145,11 +135,7 @@ def make_dots(most: int, *, first: bool) -> Any:
             total = _folded(b, v, sums)
             total = b.fmul(total, v.splat(b, args[8]))
             if is_codes(kind):
-                p = simd.pointer(b, args[9], v.scalar)
-                few = b.load(b.bitcast(p, ir.VectorType(v.scalar, keys).as_pointer()))
-                few.align = 1
-                order = ir.Constant(v.integers, [j % keys for j in range(v.lanes)])
-                total = b.fmul(total, b.shuffle_vector(few, few, order))
+                total = b.fmul(total, _repeated(b, v, args[9], keys))
             goal = simd.pointer(b, args[6], v.scalar)
             for r in range(queries):
                 order = ir.Constant(ir.VectorType(I32, keys), [r * keys + j for j in range(keys)])
@@ -160,6 +146,29 @@ def make_dots(most: int, *, first: bool) -> Any:
         return types.void(kind, *(INT,) * 7, v.number, INT), emit
 
     return dots
+
+
+def _key_vectors(b: Any, kind: Any, lines: list[Any], i: Any) -> list[Any]:
+    """Vectors of several keys from element i on."""
+    v, (raw, read) = vectors(kind), widen(kind)
+    if is_code_pairs(kind):
+        return _coded_rows(b, v, lines, i)
+    return [read(b, v, v.load(b, line, i, raw)) for line in lines]
+
+
+def _added(b: Any, kind: Any, x: Any, y: Any, total: Any) -> Any:
+    """Total and the products of two vectors, of numbers or of pairs."""
+    v = vectors(kind)
+    return _add_pairs(b, v, x, y, total) if is_pairs(kind) else v.fma(b, x, y, total)
+
+
+def _repeated(b: Any, v: Vectors, address: Any, count: int) -> Any:
+    """Vector that repeats the ``count`` numbers at an address."""
+    p = simd.pointer(b, address, v.scalar)
+    few = b.load(b.bitcast(p, ir.VectorType(v.scalar, count).as_pointer()))
+    few.align = 1
+    order = ir.Constant(ir.VectorType(I32, v.lanes), [j % count for j in range(v.lanes)])
+    return b.shuffle_vector(few, few, order)
 
 
 def make_mix(queries: int, columns: int) -> Any:
@@ -204,8 +213,7 @@ def make_mix(queries: int, columns: int) -> Any:
                     x = v.splat(b, b.load(b.gep(row, [i])))
                     for c, y in enumerate(ys):
                         total = sums[r * columns + c]
-                        new.append(_add_pairs(b, v, x, y, total) if pairs
-                                   else v.fma(b, x, y, total))  # fmt: skip
+                        new.append(_added(b, kind, x, y, total))
                 return new
 
             nothing = [v.const(0.0)] * (queries * columns)
