@@ -80,7 +80,9 @@ def test_an_interrupted_run_is_continued(tmp_path, stopped, monkeypatch):
 
 @pytest.mark.skipif(os.name != "posix", reason="signals of POSIX")
 @pytest.mark.parametrize("streamed", [True, False])
-@pytest.mark.parametrize("output", OUTPUT_FORMATS)
+@pytest.mark.parametrize("output", [
+    OUTPUT_FORMATS[0], *(pytest.param(x, marks=pytest.mark.heavy) for x in OUTPUT_FORMATS[1:])
+])  # fmt: skip
 def test_a_killed_run_is_continued(tmp_path, monkeypatch, request, output, streamed):
     arrays = operands(LEN_Q, LEN_KV)
     request.getfixturevalue("small")

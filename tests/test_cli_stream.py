@@ -94,7 +94,9 @@ TERMS = {
 }
 
 
-@pytest.mark.parametrize("ending", [".npy", ".safetensors"])
+@pytest.mark.parametrize(
+    "ending", [".npy", pytest.param(".safetensors", marks=pytest.mark.heavy)]
+)
 @pytest.mark.parametrize("term", TERMS)
 def test_mask_and_bias(tmp_path, small, term, ending):
     arrays, rng = operands(LEN_Q, LEN_KV), np.random.default_rng(3)
@@ -294,7 +296,8 @@ def sparse(folder, dtype, tokens, d):
 
 @pytest.mark.skipif(not os.path.exists("/proc/self/status"), reason="memory is told by Linux")
 @pytest.mark.parametrize(("dtype", "arguments"), [
-    (np.float32, []), (np.float16, ["--dtype", "float32"]),
+    (np.float32, []),
+    pytest.param(np.float16, ["--dtype", "float32"], marks=pytest.mark.heavy),
 ])  # fmt: skip
 def test_a_gibibyte_takes_little_memory(tmp_path, dtype, arguments):
     d = 128

@@ -106,7 +106,9 @@ def restored_threads():
 SPREAD = [[0, 1, 127, 128, 129, 600, 5, 0, 33, 1], [4, 1, 129, 128, 127, 430, 0, 0, 70, 200]]
 
 
-@pytest.mark.parametrize("row", range(16))
+@pytest.mark.parametrize("row", [
+    *range(8), *(pytest.param(row, marks=pytest.mark.heavy) for row in range(8, 16))
+])  # fmt: skip
 def test_each_sequence_has_what_it_has_alone(row, at_once):
     options, dtype = drawn(row)
     arrays, starts = packed(*SPREAD, dtype)
@@ -376,6 +378,7 @@ def differentiated(options):
     return function, tensors
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("options", DIFFERENTIATED.values(), ids=DIFFERENTIATED)
 def test_derivatives_of_tensors(options):
     """First ones at once, second ones through the loop."""
@@ -386,6 +389,7 @@ def test_derivatives_of_tensors(options):
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")  # PyTorch's forward mode
+@pytest.mark.heavy
 @pytest.mark.parametrize("options", DIFFERENTIATED.values(), ids=DIFFERENTIATED)
 def test_transforms_of_tensors(options):
     """Whoever transforms a call, or its gradient, sees one sequence after the other."""
