@@ -461,3 +461,18 @@ def test_the_call_is_resolved_once(monkeypatch):
     _, pullback = sd.varlen_attention_vjp(*arrays[:3], *starts)
     pullback(arrays[3])
     assert len(resolved) == 2
+
+
+def test_slopes_of_sequences_in_different_numbers_of_ranges():
+    """Gradients of slopes are sums over all sequences, long ones and short ones."""
+    rng, lengths = np.random.default_rng(3), (70, 5000, 1, 2600)
+    starts = np.cumsum([0, *lengths])
+    query, key, value, grad = rng.standard_normal((4, starts[-1], 1, 3))
+    slopes = {"alibi_slopes": np.array([0.02])}
+    _, back = sd.varlen_attention_vjp(query, key, value, starts, starts, causal=True, **slopes)
+    total = 0.0
+    for start, stop in itertools.pairwise(starts):
+        q, k, v, g = (x[start:stop].swapaxes(0, 1) for x in (query, key, value, grad))
+        total += sd.attention_vjp(q, k, v, causal=True, **slopes)[1](g).alibi_slopes
+    found = back(grad).alibi_slopes
+    np.testing.assert_allclose(found, total, rtol=2.0**-52 * np.sqrt(starts[-1]) * 8)

@@ -63,10 +63,10 @@ class KVCache:
     one token and head, at least 2⁻¹²⁶: what is read differs from x by at most ``scale / 2``, to
     rounding of float32. Scores then differ by at most ``δ = |attention scale|·‖q‖₁·scale_k / 2``
     and the output by at most ``(exp(2δ) - 1)·max|v| + scale_v / 2``, with the largest scales among
-    the visible tokens. Up to eight queries of float32 or bfloat16 read codes as they are (bfloat16
-    holds them all; weights times scales are rounded to it as other weights are); for others numbers
-    are restored 1024 tokens at a time, in float32 (float64 for queries in float64). A token that
-    holds nan, inf or what exceeds float32 becomes nan.
+    the visible tokens. A few queries of float32, or of bfloat16 where the processor multiplies it,
+    read codes as they are (bfloat16 holds them all; weights times scales are rounded to it, as
+    other weights are); for others numbers are restored 1024 tokens at a time, in float32 (float64
+    for queries in float64). A token that holds nan, inf or what exceeds float32 becomes nan.
 
     Gradients reach the query but stop at the cache. JAX arrays cannot be written, so that each
     change there makes a new array of the whole memory. A cache can be pickled.

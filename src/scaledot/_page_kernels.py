@@ -17,8 +17,9 @@ from scaledot import _arrays
 from scaledot._bridges import cpu
 from scaledot._kernels import decode, room
 from scaledot._kernels.kinds import subs_of
+from scaledot._kernels.simd import DOUBLE, SINGLE
 from scaledot._launch import launch, memory
-from scaledot._spec import Problem
+from scaledot._spec import Problem, Spec
 from scaledot._state import State
 from scaledot._typing import Array
 
@@ -58,7 +59,7 @@ def run(problem: Problem, pages: Pages, *, rounded: bool) -> State:
     if problem.spec.library == "jax":
         query, key, value = (np.asarray(x) for x in (query, pages.key, pages.value))
         pages = pages._replace(key=key, value=value)
-    groups = _groups(pages.lengths, problem.spec.len_q)
+    groups = _groups(pages.lengths, problem.spec)
     found = [_attend(problem, query[x], pages.some(x), rounded=rounded) for x in groups]
     state = found[0]
     if len(found) > 1:
@@ -70,9 +71,10 @@ def run(problem: Problem, pages: Pages, *, rounded: bool) -> State:
     return State(*(None if x is None else cpu.back(x, problem) for x in state))
 
 
-def _groups(lengths: Any, len_q: int) -> list[Any]:
+def _groups(lengths: Any, spec: Spec) -> list[Any]:
     """Entries that one launch can do: tasks of the forward kernel follow from the longest."""
-    kinds = np.array([len_q > decode.FEW and subs_of(int(length)) for length in lengths])
+    few = decode.few((DOUBLE if spec.dtype == "float64" else SINGLE).lanes)
+    kinds = np.array([spec.len_q > few and subs_of(int(length)) for length in lengths])
     if np.all(kinds == kinds[0]):
         return [slice(None)]
     return [np.flatnonzero(kinds == kind) for kind in np.unique(kinds)]
@@ -150,7 +152,7 @@ def _shares(pages: Pages, most: int) -> Shares:
         for part in range(room.num_parts(length)):
             start, stop = part * size, min((part + 1) * size, length)
             name: Any = entry
-            if count[first[entry]] > 1 and stop - start == size:
+            if count[first[entry]] > 1:
                 name = pages.table[entry, start // page_size : -(-stop // page_size)].tobytes()
             groups.setdefault((start, stop, part, name), []).append(entry)
     shares, members = [], list[int]()

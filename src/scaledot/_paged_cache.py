@@ -54,6 +54,13 @@ class PagedKVCache:
     like : array, optional
         The pool belongs to its library, NumPy or PyTorch, and lies on its device.
 
+    Attributes
+    ----------
+    key_pages : array, shape (num_pages, page_size, num_kv_heads, d_k)
+        The pool, as `paged_attention` takes it: a view.
+    value_pages : array, shape (num_pages, page_size, num_kv_heads, d_v)
+        The pool of values.
+
     Raises
     ------
     TypeError, ValueError
