@@ -151,8 +151,8 @@ OPTIONS = [
 CHUNK = ("key", "value", "kv_offset", "kv_len", "mask", "bias")
 TAKES = {
     f.__name__: set(inspect.signature(f).parameters)
-    for f in (sd.attention, sd.attention_state, sd.attention_weights, sd.explain, sd.attend_chunks,
-              sd.varlen_attention)
+    for f in (sd.attention, sd.attention_state, sd.attention_stats, sd.attention_weights,
+              sd.explain, sd.attend_chunks, sd.varlen_attention)
 }
 TAKES["attend_chunks"] |= set(CHUNK)
 TAKES["varlen_attention"] -= {"query", "key", "value", "seed"}  # these have cases of their own
@@ -165,7 +165,7 @@ def run(name, arguments):
         arguments.setdefault("dropout", 0.5)
     if name in ("attention_state", "attend_chunks"):
         arguments.setdefault("q_offset", 0)
-    if name == "attention_weights":
+    if name in ("attention_stats", "attention_weights"):
         arguments.pop("value")
     if name == "attend_chunks":
         chunk = {"kv_offset": 0} | {n: arguments.pop(n) for n in CHUNK if n in arguments}
@@ -222,6 +222,17 @@ OTHERS = {
         *NOT_COMPILED,
         one(ValueError, KERNELS, "the bytes of an array are not in this machine's order",
             impl="kernels", bias=ones(7).astype(SWAPPED)),
+    ],
+    "attention_stats": [
+        *each(ValueError, "top_k must be at least 1", top_k=[0, -3]),
+        *each(TypeError, "top_k must be a positive integer", top_k=[2.0, True, None, np.True_]),
+        *each(ValueError, "last must be at least 1", last=[0, -1]),
+        *each(TypeError, "last must be a positive integer", last=["2", False]),
+        *each(TypeError, "map_shape must be a pair of integers", map_shape=[64, (1, 2, 3), "ab"]),
+        *each(TypeError, "map_shape must be a positive integer", "2.0", map_shape=[(2, 2.0)]),
+        *each(ValueError, "map_shape must be at least 1", "0", map_shape=[(0, 2), [3, 0]]),
+        *each(ValueError, "map_shape must be at most (len_q, len_kv) = (5, 7)",
+              map_shape=[(6, 2), (5, 8)]),
     ],
     "attention_weights": [
         one(ValueError, "rows must lie between -5 and 4 for len_q = 5", "0 to 5", rows=[0, 5]),
@@ -309,10 +320,11 @@ COMMON = {
                if set(case[-1]) & takes and set(case[-1]) - {"value"} <= takes]
     for function, takes in TAKES.items()
 }
-COMMON["attention_weights"] = [
-    (error, must_hold.replace(SHARE, f"query and key {ONE_DTYPE}"), *rest)
-    for error, must_hold, *rest in COMMON["attention_weights"]
-]
+for name in ("attention_stats", "attention_weights"):
+    COMMON[name] = [
+        (error, must_hold.replace(SHARE, f"query and key {ONE_DTYPE}"), *rest)
+        for error, must_hold, *rest in COMMON[name]
+    ]
 
 # Gradients
 

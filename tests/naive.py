@@ -12,12 +12,17 @@ import numpy as np
 BLOCK = 128  # rows and columns of the scores that one entry of `block_mask` stands for
 
 
-def attention(
+def attention(query, key, value, **options):
+    """Return `(out, lse, weights)` of softmax(scores) @ value in float64, see `whole`."""
+    return whole(query, key, value, **options)[:3]
+
+
+def whole(
     query, key, value, *, causal=False, window=None, mask=None, bias=None, segment_ids=None,
     kv_len=None, scale=None, softcap=None, alibi_slopes=None, sinks=None, score_mod=None,
     mask_mod=None, block_mask=None, dropout=0.0, seed=None, q_offset=None, kv_offset=0,
 ):  # fmt: skip
-    """Return `(out, lse, weights)` of softmax(scores) @ value in float64.
+    """Return `(out, lse, weights, visible)` of softmax(scores) @ value in float64.
 
     Parameters
     ----------
@@ -27,10 +32,11 @@ def attention(
 
     Returns
     -------
-    out, lse, weights
-        Arrays `(..., num_heads, len_q, d_v)`, `(..., num_heads, len_q)` and
+    out, lse, weights, visible
+        Arrays `(..., num_heads, len_q, d_v)`, `(..., num_heads, len_q)` and, twice,
         `(..., num_heads, len_q, len_kv)`, without the head axis for 2-D input. `lse` and
-        `weights` are those without dropout; a sink takes its share of the weights.
+        `weights` are those without dropout; a sink takes its share of the weights. `visible`
+        tells which keys have a score.
     """
     query, key, value = (np.asarray(x, dtype=np.float64) for x in (query, key, value))
     two_axes = query.ndim == key.ndim == value.ndim == 2
@@ -56,12 +62,12 @@ def attention(
 
     out = np.zeros((*lead, num_heads, len_q, d_v))
     lse = np.full((*lead, num_heads, len_q), -math.inf)
-    weights = np.zeros(pairs)
+    weights, there = np.zeros(pairs), np.zeros(pairs, dtype=bool)
     for batch, entry in enumerate(np.ndindex(lead)):
         seed_here = seed_of(seed, batch, entry, lead) if dropout else None
         for head in range(num_heads):
             here, kv_here = (*entry, head), (*entry, head // group_size)
-            out[here], lse[here], weights[here] = one_head(
+            out[here], lse[here], weights[here], there[here] = one_head(
                 query[here], key[kv_here], value[kv_here], batch, head,
                 causal=causal, window=window, mask=mask[here], bias=bias[here],
                 block_mask=block_mask[here], q_segment=q_segment[entry],
@@ -70,7 +76,8 @@ def attention(
                 score_mod=score_mod, mask_mod=mask_mod, dropout=dropout, seed=seed_here,
                 q_offset=int(q_offset[entry]), kv_offset=int(kv_offset[entry]),
             )  # fmt: skip
-    return (out[0], lse[0], weights[0]) if two_axes else (out, lse, weights)
+    found = out, lse, weights, there
+    return tuple(x[0] for x in found) if two_axes else found
 
 
 @np.errstate(all="ignore")  # nan and inf in visible data are results here, not accidents
@@ -79,14 +86,14 @@ def one_head(
     kv_segment, kv_len, scale, softcap, slope, sink, score_mod, mask_mod, dropout, seed,
     q_offset, kv_offset,
 ):  # fmt: skip
-    """Return `(out, lse, weights)` of one head: query `(len_q, d_k)`, key and value alike."""
+    """Return `(out, lse, weights, visible)` of one head: query `(len_q, d_k)`, others alike."""
     len_q, d_k = query.shape
     if scale is None:
         scale = 1 / math.sqrt(d_k) if d_k else 0.0
     left, right = (None, None) if window is None else window
     out = np.zeros((len_q, value.shape[-1]))
     lse = np.zeros(len_q)
-    weights = np.zeros((len_q, len(key)))
+    weights, there = np.zeros((len_q, len(key))), np.zeros((len_q, len(key)), dtype=bool)
     for i in range(len_q):
         q_pos = q_offset + i
         scores = {}  # of the visible keys
@@ -114,11 +121,43 @@ def one_head(
                 scores[j] = score
         seen = list(scores)
         row, lse[i] = softmax(scores.values(), sink)
-        weights[i, seen] = row
+        weights[i, seen], there[i, seen] = row, True
         if dropout:
             row = row * [kept(dropout, seed, head, q_pos, kv_offset + j) for j in seen]
         out[i] = row @ value[seen]
-    return out, lse, weights
+    return out, lse, weights, there
+
+
+def stats(weights, visible, distance, sink_weights, *, top_k, last, map_shape):
+    """What `attention_stats` tells of one head, by name.
+
+    `weights` and `visible` are `(len_q, len_kv)`, `distance` the numbers of tokens between query
+    and key, `sink_weights` `(len_q,)` the weights on the sink.
+    """
+    len_q, len_kv = weights.shape
+    found = {name: np.zeros(len_q) for name in ("entropy", "max_weight", "mean_distance")}
+    found["top_weights"] = np.zeros((len_q, top_k))
+    rows, columns = map_shape or (1, 1)
+    found["block_map"] = np.zeros((rows, columns))
+    for i in range(len_q):
+        largest = sorted((float(w) for w in weights[i]), key=lambda w: (w == w, -w))[:top_k]
+        found["top_weights"][i, : len(largest)] = largest
+        found["max_weight"][i] = found["top_weights"][i, 0]
+        row = i * rows // len_q
+        count = sum(n * rows // len_q == row for n in range(len_q))
+        for j in range(len_kv):
+            w = float(weights[i, j])
+            if w != 0:
+                found["entropy"][i] -= w * math.log(w) if w == w else math.nan
+            found["mean_distance"][i] += w * float(distance[i, j])
+            found["block_map"][row, j * columns // len_kv] += w / count
+    top = found["max_weight"]
+    return found | {
+        "saturation": top * (1 - top), "visible": visible.sum(axis=-1),
+        "received": np.array([sum(column) for column in weights.T], dtype=float),
+        "received_last": np.array([sum(column[-last:]) for column in weights.T], dtype=float),
+        "sink_mass": sum([*weights[:, :1].ravel(), *sink_weights]) / max(1, len_q),
+    }  # fmt: skip
 
 
 def segments(segment_ids, lead, len_q, len_kv):

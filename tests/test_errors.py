@@ -194,7 +194,8 @@ def refuses(*positions):
 @pytest.mark.parametrize("len_q", [1, 9], ids=["decode", "forward"])
 @pytest.mark.parametrize("call", [
     sd.attention, lambda query, key, value, **options: sd.attention_weights(query, key, **options),
-], ids=["attention", "weights"])  # fmt: skip
+    lambda query, key, value, **options: sd.attention_stats(query, key, **options),
+], ids=["attention", "weights", "stats"])  # fmt: skip
 def test_a_mod_that_raises(call, len_q):
     arrays = {"query": ones((len_q, 8)), "key": ones((1, 8)), "value": ones((1, 8))}
     message = raises(cpu.ModError, "score_mod and mask_mod must work for every position", "raised",

@@ -236,7 +236,7 @@ KERNELS = (
            "for tile in range(max(start + (BLOCK_KV if start else 0), low // BLOCK_KV * BLOCK_KV),"
            " min(end, high), BLOCK_KV):",
            f"{BACK_RANGES}[window-q_offset-float32]"),
-    kernel("ranges-in-any-order", "backward.py", "    wait_for(progress, share)\n", "",
+    kernel("ranges-in-any-order", "backward.py", "    atomics.wait_for(progress, share)\n", "",
            "gradients_threads::ranges_of_one_head_give_the_same_bits[heavy first-float32]"),
     kernel("slopes-at-signed-distances", "options.py", "float(abs(distance + i - j))",
            "float(distance + i - j)", f"{BACK_TILES}[alibi]"),

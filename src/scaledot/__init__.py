@@ -6,6 +6,7 @@ from scaledot._attention import (
     attention_weights,
     scaled_dot_product_attention,
 )
+from scaledot._attention_stats import attention_stats
 from scaledot._cache import KVCache
 from scaledot._chunks import Chunk, attend_chunks
 from scaledot._derivatives import Grads
@@ -23,6 +24,7 @@ from scaledot._paged_cache import PagedKVCache
 from scaledot._ring import ring_attention
 from scaledot._ring_transport import InProcessRing
 from scaledot._state import State, merge
+from scaledot._stats import Stats
 from scaledot._stream import read_ahead, read_chunks
 from scaledot._threads import get_num_threads, set_num_threads
 from scaledot._ulysses import ulysses_attention
@@ -38,12 +40,14 @@ __all__ = [
     "PagedKVCache",
     "Plan",
     "State",
+    "Stats",
     "additive_attention",
     "additive_attention_state",
     "attend_chunks",
     "attention",
     "attention_jvp",
     "attention_state",
+    "attention_stats",
     "attention_vjp",
     "attention_weights",
     "explain",

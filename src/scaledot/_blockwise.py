@@ -15,7 +15,15 @@ from typing import Any
 import numpy as np
 
 from scaledot import _arrays, _masks
-from scaledot._reference import of_mass_one, partial_state, row_lse, spread, tile_weights
+from scaledot._reference import (
+    Weighed,
+    lse_with_sinks,
+    of_mass_one,
+    over_rows,
+    partial_state,
+    row_lse,
+    tile_weights,
+)
 from scaledot._spec import Problem, Spec, accumulation
 from scaledot._state import State, empty_state, merged
 from scaledot._typing import Array
@@ -57,7 +65,7 @@ def blockwise_weights(problem: Problem) -> Array:
     axes = grid(spec)
     if spec.library != "numpy":
         with _arrays.quiet(xp):
-            pieces = [_weights_of_rows(xp, part) for _, part in parts(problem, axes)]
+            pieces = [whole_rows(xp, part).weights for _, part in parts(problem, axes)]
             return _join(xp, pieces, axes, _counts(spec, axes))
     result = np.zeros(shape, dtype=dtype)
 
@@ -71,13 +79,14 @@ def blockwise_weights(problem: Problem) -> Array:
     return result
 
 
-def _weights_of_rows(xp: Any, problem: Problem) -> Array:
-    """Weights of a part that holds all keys, one block of keys after the other."""
-    lse = row_lse(xp, problem, _fold(xp, problem))
-    blocks = [tile_weights(xp, part, lse) for _, part in _cuts(problem, -1, BLOCK_KV)]
-    rows = problem.spec.scores_shape[:-1]
-    weights = xp.concat([spread(xp, b, (*rows, b.shape[-1])) for b in blocks], axis=-1)
-    return of_mass_one(xp, problem, weights, lse)
+def whole_rows(xp: Any, problem: Problem) -> Weighed:
+    """Rows of weights of a part that holds all keys, one block of keys after the other."""
+    lse = lse_with_sinks(xp, problem, _fold(xp, problem))
+    rows = over_rows(xp, lse)
+    blocks = [tile_weights(xp, part, rows) for _, part in _cuts(problem, -1, BLOCK_KV)]
+    weights = xp.concat([block for block, _ in blocks], axis=-1)
+    visible = functools.reduce(lambda a, b: a + b, [count for _, count in blocks])
+    return Weighed(lse, of_mass_one(xp, problem, weights, rows), visible)
 
 
 def _fold(xp: Any, problem: Problem) -> State:
@@ -123,10 +132,15 @@ def _key_range(problem: Problem) -> tuple[int, int]:
     return min(r[0] for r in ranges), max(r[1] for r in ranges)
 
 
-def grid(spec: Spec) -> list[tuple[int, int]]:
-    """Axes of the result and the length of one part along each: lead, heads, queries."""
-    rows = max(1, min(BLOCK_Q, spec.len_q))
-    budget = max(1, TILE_SCORES // (rows * max(1, min(BLOCK_KV, spec.len_kv))))
+def grid(
+    spec: Spec, block_q: int = BLOCK_Q, block_kv: int = BLOCK_KV, scores: int = TILE_SCORES
+) -> list[tuple[int, int]]:
+    """Axes of the result and the length of one part along each: lead, heads, queries.
+
+    Tiles are ``block_q`` × ``block_kv``; a part has several where they hold fewer ``scores``.
+    """
+    rows = max(1, min(block_q, spec.len_q))
+    budget = max(1, scores // (rows * max(1, min(block_kv, spec.len_kv))))
     group = max(1, spec.group_size)
     fitting = [
         h for h in range(1, min(budget, spec.num_heads) + 1) if h % group == 0 or group % h == 0

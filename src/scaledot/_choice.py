@@ -56,13 +56,13 @@ def run(
     With ``rounded`` kernels give ``out`` in query's dtype, and ``lse`` only if that is wanted too:
     the others round nothing. ``name`` is that of the call for `again`.
     """
-    problem = _forward_only(problem)
+    problem = forward_only(problem)
     implementation, _ = choose(problem)
     if implementation == "dense":
         return _reference.dense(complete(problem))
     if implementation == "blockwise":
         return _blockwise.blockwise(complete(problem))
-    cpu = _bridge()
+    cpu = bridge()
     here = cpu.on_host(problem)
     try:
         call = functools.partial(cpu.run, cpu.prepare(here, rounded=rounded, with_lse=with_lse))
@@ -75,7 +75,7 @@ def run(
         return _blockwise.blockwise(complete(problem))  # shows the error that the function raises
 
 
-def _forward_only(problem: Problem) -> Problem:
+def forward_only(problem: Problem) -> Problem:
     """A problem without what only its derivatives need, and would be compiled for."""
     return problem if problem.score_slope is None else replace(problem, score_slope=None)
 
@@ -164,18 +164,18 @@ def keep(name: Name | None, problem: Problem, call: Callable[..., Any]) -> None:
 
 def is_mod_error(error: Exception) -> bool:
     """Whether a user's function raised an error inside a kernel, which does not know which."""
-    return isinstance(error, _bridge().ModError)
+    return isinstance(error, bridge().ModError)
 
 
 def weights(problem: Problem) -> Array:
     """Weights of all queries of a problem by the chosen implementation."""
-    problem = _forward_only(problem)
+    problem = forward_only(problem)
     name, _ = choose(problem, problem.sinks)
     if name == "dense":
         return _reference.dense_weights(complete(problem))
     if name == "blockwise":
         return _blockwise.blockwise_weights(complete(problem))
-    cpu = _bridge()
+    cpu = bridge()
     try:
         return cpu.weigh(problem)
     except cpu.ModError:
@@ -186,10 +186,10 @@ def weights(problem: Problem) -> Array:
 
 def tiles(problem: Problem) -> _blockwise.Tiles:
     """Work and memory of the chosen implementation."""
-    problem = _forward_only(problem)
+    problem = forward_only(problem)
     name, _ = choose(problem)
     if name == "kernels":
-        return cast(_blockwise.Tiles, _bridge().tiles(problem))
+        return cast(_blockwise.Tiles, bridge().tiles(problem))
     return _blockwise.tiles(complete(problem), in_blocks=name == "blockwise")
 
 
@@ -225,7 +225,7 @@ def _mod_obstacle(problem: Problem) -> str:
     """Why a user's function cannot be compiled."""
     if problem.score_mod is None and problem.mask_mod is None:
         return ""
-    return str(_bridge().mod_obstacle(problem))
+    return str(bridge().mod_obstacle(problem))
 
 
 def _torch_obstacle(given: list[Array]) -> str:
@@ -271,7 +271,7 @@ def _jax_obstacle(given: list[Array]) -> str:
     return ""
 
 
-def _bridge() -> Any:
+def bridge() -> Any:
     """What runs kernels; the first time, Numba is imported."""
     if "scaledot._bridges.cpu" not in sys.modules:
         _threads.undisturbed(functools.partial(importlib.import_module, "scaledot._bridges.cpu"))

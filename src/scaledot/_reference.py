@@ -10,7 +10,7 @@ import functools
 import math
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -48,9 +48,33 @@ def dense_weights(problem: Problem) -> Array:
     if spec.len_kv == 0:
         return xp.zeros(shape, dtype=dtype, **_arrays.device_of(problem.query))
     with _arrays.quiet(xp):
-        lse = row_lse(xp, problem, partial_state(xp, problem))
-        weights = spread(xp, tile_weights(xp, problem, lse), shape)
-        return of_mass_one(xp, problem, weights, lse)
+        return dense_rows(xp, problem).weights
+
+
+class Weighed(NamedTuple):
+    """Rows of weights and what was met on the way to them.
+
+    Attributes
+    ----------
+    lse : array, shape (lead, num_heads, len_q)
+        With sinks.
+    weights : array, shape (lead, num_heads, len_q, len_kv)
+        Of whole rows.
+    visible : integer array, shape (lead, num_heads, len_q)
+        Number of keys whose score is not -inf.
+    """
+
+    lse: Array
+    weights: Array
+    visible: Array
+
+
+def dense_rows(xp: Any, problem: Problem) -> Weighed:
+    """All rows of weights, in one piece."""
+    lse = lse_with_sinks(xp, problem, partial_state(xp, problem))
+    rows = over_rows(xp, lse)
+    weights, visible = tile_weights(xp, problem, rows)
+    return Weighed(lse, of_mass_one(xp, problem, weights, rows), visible)
 
 
 def of_mass_one(xp: Any, problem: Problem, weights: Array, lse: Array) -> Array:
@@ -72,17 +96,32 @@ def is_large(xp: Any, lse: Array) -> Array:
     return (xp.abs(lse) > LARGE_LSE) & xp.isfinite(lse)
 
 
-def tile_weights(xp: Any, problem: Problem, lse: Array) -> Array:
-    """Weights of a part, given the log-sum-exp over all keys, (lead, num_heads, len_q, 1)."""
-    seen = seen_of(problem)
-    return exponentials(xp, _masked_scores(xp, problem, seen) - lse, seen)
+def tile_weights(xp: Any, problem: Problem, lse: Array) -> tuple[Array, Array]:
+    """Weights of a part, and how many of its keys each query sees.
+
+    Given the log-sum-exp over all keys, (lead, num_heads, len_q, 1).
+    """
+    seen, shape = seen_of(problem), problem.spec.scores_shape
+    scores = _masked_scores(xp, problem, seen)
+    weights = spread(xp, exponentials(xp, scores - lse, seen), shape)
+    there = xp.astype(scores != -math.inf, _arrays.index_dtype(scores))
+    return weights, spread(xp, xp.sum(there, axis=-1), shape[:-1])
 
 
 def row_lse(xp: Any, problem: Problem, state: State) -> Array:
     """Log-sum-exp with sinks, 0 for rows that see nothing, (lead, num_heads, len_q, 1)."""
+    return over_rows(xp, lse_with_sinks(xp, problem, state))
+
+
+def lse_with_sinks(xp: Any, problem: Problem, state: State) -> Array:
+    """Log-sum-exp with sinks, (lead, num_heads, len_q)."""
     if problem.sinks is not None:
         state = merged(xp, state, keyless(xp, problem))
-    lse = state.lse
+    return state.lse
+
+
+def over_rows(xp: Any, lse: Array) -> Array:
+    """What scores are relative to, with an axis of keys: lse, 0 for rows that see nothing."""
     return xp.where(lse == -math.inf, xp.zeros_like(lse), lse)[..., None]
 
 
@@ -358,7 +397,7 @@ def exponentials(xp: Any, x: Array, seen: Array | None) -> Array:
     drop = p < xp.finfo(p.dtype).smallest_normal
     if seen is not None:
         drop = drop | ~seen  # also in rows that nan has reached
-    return xp.where(drop, xp.zeros_like(p[..., :1]), p)
+    return xp.where(drop, xp.zeros_like(p[..., : min(1, p.shape[-1])]), p)
 
 
 def kept_of(xp: Any, problem: Problem) -> Array:

@@ -12,13 +12,18 @@ from typing import Any
 from llvmlite import ir
 from numba.core import cgutils, types
 
-from scaledot._kernels.jit import intrinsic
+from scaledot._kernels.jit import intrinsic, separate
 
 _MACHINE = platform.machine()
 _SYSCALL = {"x86_64": 202, "aarch64": 98}.get(_MACHINE) if sys.platform == "linux" else None
 HAS_FUTEX = _SYSCALL is not None
 """Whether `sleep` and `wake` do anything: on Linux, on these processors."""
 _WAIT, _WAKE = 128, 129  # private: among the threads of one process
+
+SPINS = 4096
+"""Pauses before a thread that waits for another's share lets others have its processor."""
+NAP = 20_000
+"""Nanoseconds of its sleep."""
 
 _PAUSE = {"x86_64": "llvm.x86.sse2.pause", "AMD64": "llvm.x86.sse2.pause"}.get(_MACHINE)
 _I32, _I64 = ir.IntType(32), ir.IntType(64)
@@ -140,3 +145,18 @@ def wake(context: Any, address: Any) -> Any:
         return cx.get_dummy_value()
 
     return types.void(types.int64), emit
+
+
+@separate
+def wait_for(progress, share):  # type: ignore[no-untyped-def]
+    """Return when all shares before this one have been added."""
+    spins = 0
+    while True:
+        done = load(progress)
+        if done == share:
+            return
+        spins += 1
+        if spins < SPINS:
+            pause()
+        else:
+            sleep(progress, done, NAP)

@@ -56,8 +56,6 @@ from scaledot._kernels.pack import (
 from scaledot._kernels.rows import column_product
 from scaledot._kernels.tile import DEPTH, EMPTY, end_key, first_key
 
-SPINS = 4096  # pauses before a thread that waits lets others have its processor
-NAP = 20_000  # nanoseconds
 RECORD = CALL.itemsize
 
 
@@ -158,26 +156,11 @@ def pull_tile(kind, call, room, pair, sub, row, count, tile, low, high, seen, st
 
 
 @separate
-def wait_for(progress, share):  # type: ignore[no-untyped-def]
-    """Return when all shares before this one have been added."""
-    spins = 0
-    while True:
-        done = atomics.load(progress)
-        if done == share:
-            return
-        spins += 1
-        if spins < SPINS:
-            atomics.pause()
-        else:
-            atomics.sleep(progress, done, NAP)
-
-
-@separate
 def add_dq(kind, call, room, pair, block, count, share):  # type: ignore[no-untyped-def]
     """Add a block's share to dQ, turned over and scaled, when ``share`` others have been added."""
     progress = call.progress + 8 * (pair * -(-call.len_q // (SUBS * NR * lanes(kind))) + block)
     first_row = block * SUBS * NR * lanes(kind)
-    wait_for(progress, share)
+    atomics.wait_for(progress, share)
     span, lane, k_wide = NR * lanes(kind), lanes(kind), wide_of(kind, call.d_k)
     scale = number(kind, call.scale)
     for first in range(0, count, lane):

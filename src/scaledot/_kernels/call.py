@@ -34,7 +34,7 @@ INTEGERS = (
     "mask", "mask_places", "mask_row", "mask_column",
     "bias", "bias_places", "bias_row", "bias_column", "bias_dtype",
     "segment_q", "segment_kv",  # int64 (entries, len)
-    "slopes", "sinks",  # float64 per head; sinks only for weights
+    "slopes", "sinks",  # float64 per head; sinks only for weights and statistics
     "head_keys",  # uint32 (pairs, 2): keys of the dropout hash
     "threshold",  # 0: no dropout
     "blocks", "block_rows",  # bool (pairs, block_rows, blocks of keys)
@@ -56,7 +56,8 @@ INTEGERS = (
     "delta",  # (pairs, len_q)
     "row_shift",  # (pairs, len_q): power of two by which exp(S - lse) is too small, or 0
     "key_range",  # keys of a task
-    "progress",  # int64 (pairs, blocks of queries): ranges whose share of dq has been added
+    "progress",  # int64 (pairs, blocks of queries): ranges whose share of dq has been added;
+    # of statistics (pairs,): tasks whose sums have been added
     "dq",  # (pairs, len_q, d_k), or 0
     "dk", "dv",  # (entries and key heads, len_kv, width) of out_dtype, or 0
     "slope_sums",  # float64 (pairs, ranges), or 0
@@ -73,6 +74,12 @@ INTEGERS = (
     "move", "bend",  # of `options`
     "weighs",  # 1: the sums of weights are asked for, not those of tangents
     "row_tangent", "row_mean",  # (pairs, len_q): tangent of lse; mean of what is weighed
+    # Of statistics: arrays of the pairs in order, sums of 0 that are added to.
+    "top_k", "top_weights", "top_keys",  # (pairs, len_q, top_k), of the kind's numbers and int64
+    "entropy", "mean_distance", "visible",  # (pairs, len_q), the last int64
+    "last", "received", "received_last",  # (pairs, len_kv)
+    "map_rows", "map_columns", "cells",  # (pairs, map_rows, map_columns)
+    "map_most",  # rows of the map that a task has a part in, at most
     "workers", "scratch", "scratch_bytes",  # of each worker
     "status",  # int64: what went wrong
 )  # fmt: skip
