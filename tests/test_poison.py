@@ -498,3 +498,23 @@ def test_nan_in_masked_bias_behind_a_nonlinear_score_mod(impl):
     for clean, dirty in zip(of(bias), of(np.where(mask, bias, NAN)), strict=True):
         assert dirty.isfinite().all()
         assert torch.equal(clean, dirty)
+
+
+@pytest.mark.parametrize("len_q", [1, 20, 200])
+@pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16"])
+def test_what_lies_where_keys_without_features_do(len_q, dtype, impl):
+    """With d_k = 0 there is no number to read: the weights are equal."""
+    rng = np.random.default_rng(0)
+    value = rng.standard_normal((2, 300, 8)).astype(cases.dtype_named(dtype))
+    query = np.full((2, len_q, 16), NAN, value.dtype)[..., :0]
+    key = np.full((2, 300, 16), NAN, value.dtype)[..., :0]
+    truth = np.tile(value.astype(np.float64).mean(axis=1, keepdims=True), (1, len_q, 1))
+    out, pullback = sd.attention_vjp(query, key, value, impl=impl)
+    grads = pullback(np.ones_like(out))
+    assert_close(out, truth, eps=EPS[dtype], len_kv=300)
+    assert_close(grads.value, np.full(value.shape, len_q / 300), eps=EPS[dtype], len_kv=300)
+    weights = sd.attention_weights(query, key, impl=impl)
+    wide = EPS["float64" if dtype == "float64" else "float32"]
+    assert_close(weights, np.full(weights.shape, 1 / 300), eps=wide, len_kv=300)
+    stats = sd.attention_stats(query, key, impl=impl)
+    assert_close(stats.received, np.full((2, 300), len_q / 300), eps=wide, len_kv=300)

@@ -253,6 +253,21 @@ def test_bits_do_not_depend_on_threads_or_batch(impl):
     assert_same(one, sd.Stats(*(x[1:2, 1:] for x in alone)))
 
 
+def test_sums_are_added_one_after_the_other():
+    """Many short tasks that end at different times: each run has the bits of one thread."""
+    query, key = some(4000, 4), some(600, 4, seed=1)
+    wanted = {"causal": True, "q_offset": -3300, "map_shape": (3, 5), "impl": "kernels"}
+    before = sd.get_num_threads()
+    try:
+        sd.set_num_threads(1)
+        alone = sd.attention_stats(query, key, **wanted)
+        sd.set_num_threads(8)
+        for _ in range(20):
+            assert_same(sd.attention_stats(query, key, **wanted), alone)
+    finally:
+        sd.set_num_threads(before)
+
+
 @pytest.mark.parametrize("strides", ["transposed", "reversed", "every other", "read-only"])
 def test_strides(strides, impl):
     query, key = some(2, 130, 8), some(2, 140, 8, seed=1)

@@ -20,6 +20,7 @@ BACK_RANGES = "gradients::options_over_several_ranges"
 SUMS = "gradients_options::a_broadcast_bias_gets_the_sum"
 ODD_BACK = "gradients_options::nan_of_a_gradient_of_out_reaches_what_it_must"
 PAGES = "page_kernels::bits_of_contiguous_memory"
+STATS = "stats::many_tiles"
 ODD_PARTS = "decode::odd_values_reach_who_sees_them"
 
 
@@ -282,4 +283,35 @@ KERNELS = (
                "return x.sum(axis=axes, keepdims=True) if axes else x",
                "return x.max(axis=axes, keepdims=True) if axes else x",
                f"{BACK}[kernels-lead_broadcast-float64]"),
+    # Statistics
+    kernel("entropy-with-the-sum-left-out", "stats.py",
+           "surprise = b.fmul(weight, b.fsub(log_sum, x))", "surprise = b.fmul(weight, b.fneg(x))",
+           f"{STATS}[float64-shape1]"),
+    kernel("received-by-lanes-without-query", "stats.py",
+           'nothing = b.or_(nothing, b.fcmp_ordered("==", inverse, v.const(0.0)))', "pass",
+           f"{STATS}[float64-shape2]", "stats::named_case[torch-kernels-bias]"),
+    kernel("largest-weights-of-first-tile", "stats.py",
+           "best[spot], which[spot] = weight, key + j", "best[spot], which[spot] = weight, j",
+           f"{STATS}[float64-shape3]"),
+    kernel("equal-weights-turned-round", "stats.py",
+           "while spot > 0 and best[spot - 1] < weight:",
+           "while spot > 0 and best[spot - 1] <= weight:",
+           "stats::equal_weights_are_listed_by_their_keys[kernels]",
+           "stats::ascending_and_descending_weights[kernels]"),
+    kernel("last-queries-of-the-block", "stats.py", "if i >= late:", "if late <= 0:",
+           f"{STATS}[float64-shape2]"),
+    kernel("sums-in-any-order", "stats.py", "    atomics.wait_for(progress, chunk)\n", "",
+           "stats::bits_do_not_depend_on_threads_or_batch[kernels]",
+           "stats::sums_are_added_one_after_the_other"),
+    kernel("map-of-the-last-query", "stats.py", "numbers(kind, place, 1)[0] += mass[i]",
+           "numbers(kind, place, 1)[0] = mass[i]", f"{STATS}[float64-shape1]"),
+    kernel("sink-left-out-of-statistics", "stats.py", "        if sink != -INF:",
+           "        if sink == INF:",
+           "stats::named_case[numpy-kernels-sinks]"),
+    in_package("map-without-its-count", "_stat_kernels.py",
+               "block_map = cells / np.array(counts, numbers)[:, None]", "block_map = cells",
+               f"{STATS}[float64-shape1]"),
+    in_package("distance-of-the-row", "_stats.py",
+               "xp.sum(weights * distances(xp, problem), axis=-1)",
+               "xp.sum(weights, axis=-1)", f"{STATS}[float64-shape1]"),
 )

@@ -227,7 +227,7 @@ def load_keys(kind, call, key_pair, tile, target):  # type: ignore[no-untyped-de
     base, count = call.key + load_int64(call.k_places + 8 * key_pair), valid_keys(call, entry, tile)
     place, step, some = run_of_tokens(call, entry, tile, count, call.k_page, call.k_row)
     direct = in_place(kind, call, step, call.k_column, count) or pairs_in_place(kind, call, count)
-    if direct and some == count:
+    if direct and some == count and call.d_k > 0:  # sums take one product at least, here of zeros
         return base + place, step // size(kind)
     j, depth = 0, depth_of(kind, call)
     while j < count:
