@@ -1,6 +1,7 @@
 """The key-value cache against attention over the whole history."""
 
 import itertools
+import pickle
 import re
 import sys
 import tracemalloc
@@ -425,6 +426,35 @@ def test_gradients_reach_the_query_and_stop_at_the_cache(rng):
         (right,) = torch.autograd.grad(out.square().sum(), fresh)
         assert_close(found, right, eps=EPS["float64"], len_kv=6)
         assert not any(x.requires_grad for x in cache._memory.arrays.values())
+
+
+@pytest.mark.parametrize("dtype", ["float32", "int8"])
+def test_memory_made_in_inference_mode_is_written_outside(rng, dtype):
+    torch = pytest.importorskip("torch")
+    arrays = stream(rng, 12)
+    plain, cache = make(9, dtype, "torch", window=4, num_sinks=1), None
+    for step in range(4):  # all that makes memory, inside; all that writes it, outside
+        rows = slice(3 * step, 3 * step + 3)
+        query, key, value = (torch.tensor(x[:, :, rows]) for x in arrays)
+        with torch.inference_mode():
+            if step == 0:
+                cache = make(9, dtype, "torch", window=4, num_sinks=1)
+            elif step == 1:
+                cache.grow(11)
+                cache.append(key, value)
+            elif step == 2:
+                cache.reorder([0, 1, 2, 0])
+                cache.reorder([3, 1, 2])
+            else:
+                cache = pickle.loads(pickle.dumps(cache))
+        if step != 1:
+            cache.append(key, value)
+        plain.append(key, value)
+        if step == 0:
+            plain.grow(11)
+        assert torch.equal(cache.attention(query), plain.attention(query))
+    query.requires_grad_()
+    cache.attention(query).sum().backward()
 
 
 def test_without_ml_dtypes(monkeypatch):

@@ -13,6 +13,7 @@ from scaledot._cache import KVCache
 KEY, VALUE = np.ones((3, 2, 4, 8), np.float32), np.ones((3, 2, 4, 5), np.float32)
 QUERY = np.ones((3, 4, 1, 8), np.float32)
 RIGHT = {"batch": 3, "num_kv_heads": 2, "d_k": 8, "d_v": 5, "capacity": 9, "dtype": "float32"}
+FAR = f"keys and values must have at most {2**63 - 1} bytes each"
 ALL = "dtype must be one of float32, float64, float16, bfloat16, int8"
 MADE = [
     *((ValueError, f"{name} must be at least 1", "0", {name: 0})
@@ -24,6 +25,12 @@ MADE = [
     (ValueError, "num_sinks must be 0 without a window", "4", {"num_sinks": 4}),
     (ValueError, "capacity must be at least num_sinks + window = 10", "9",
      {"window": 8, "num_sinks": 2}),
+    # A token of the wider keys takes 3·2·8·4 bytes.
+    (ValueError, FAR, f"capacity={2**62} of 192 bytes. Addresses reach as far as "
+     f"capacity={(2**63 - 1) // 192},", {"capacity": 2**62}),
+    (ValueError, FAR, "capacity=9 of 295147905179352825856 bytes. Make", {"batch": 2**62}),
+    (ValueError, FAR, f"capacity={2**60} of 24 bytes", {"capacity": 2**60, "dtype": "int8",
+     "d_k": 1, "d_v": 2}),
     *((TypeError, ALL, repr(x), {"dtype": x}) for x in (None, "f4", np.int32, "bool", 3)),
     (TypeError, "like must be one of arrays of NumPy", "builtins.str", {"like": "torch"}),
 ]
@@ -140,6 +147,7 @@ def test_errors_of_reorder(full, error, must_hold, given, indices):
 def test_errors_of_grow(full):
     raises(ValueError, "capacity must be at least the present one, 9", "8", full.grow, 8)
     raises(TypeError, "capacity must be an integer", "'10'", full.grow, "10")
+    raises(ValueError, FAR, f"capacity={2**60} of 192 bytes", full.grow, 2**60)
 
 
 def test_errors_about_evicted_tokens():
@@ -158,6 +166,29 @@ def test_errors_about_evicted_tokens():
            cache.truncate, [12, 6, 12])
     assert pickle.dumps(cache) == before
     cache.truncate([7, 2, 0])
+
+
+def test_what_can_be_done_about_evicted_tokens():
+    """The hint is right before and after grow and truncate, which bring nothing back."""
+    cache = KVCache(**RIGHT, window=3, num_sinks=2)  # a ring of 7
+    for _ in range(3):
+        cache.append(KEY, VALUE)
+    queries = [np.ones((3, 4, n, 8), np.float32) for n in range(10)]
+    with pytest.raises(ValueError, match="serves chunks of at most 5 tokens"):
+        cache.attention(queries[6])
+    cache.grow(20)  # would serve chunks of 16
+    with pytest.raises(ValueError, match="the last 5 see only what is still there"):
+        cache.attention(queries[6])
+    cache.attention(queries[5])
+    cache.truncate(8)
+    with pytest.raises(ValueError, match="the last 1 see only what is still there"):
+        cache.attention(queries[2])
+    cache.attention(queries[1])
+    cache.truncate(7)
+    with pytest.raises(ValueError, match=r"the last 0 see only .* to be appended"):
+        cache.attention(queries[1])
+    cache.append(KEY, VALUE)
+    cache.attention(queries[4])
 
 
 def test_errors_about_libraries():

@@ -192,10 +192,71 @@ def test_a_damaged_journal_ends_where_the_damage_begins(stopped, tmp_path):
         journal.write_bytes(b"\n".join([head, lines[0], second, *lines[1:], b""]))
         partial = _partial.Partial(tmp_path / "out.npy")
         call = json.loads(head)["call"]
-        assert list(partial.left(call, resume=True, force=False)) == json.loads(lines[0])
+        place = partial.left(call, lambda place: True, resume=True, force=False)
+        assert list(place) == json.loads(lines[0])
         assert journal.read_bytes() == head + b"\n" + lines[0] + b"\n"
     succeed(*arguments, "--resume")
     check(load(tmp_path / "out.npy"), arrays, causal=True)
+
+
+def test_impossible_entries_of_the_journal_count_as_damage(stopped, tmp_path, monkeypatch):
+    arguments, arrays = stopped
+    journal = tmp_path / "out.npy.partial" / "journal"
+    head, first, *_ = journal.read_bytes().splitlines()
+    rows = json.loads(first)[1]
+    assert 0 < rows < LEN_Q - 1
+    lines = ([0, rows + 1], [0, LEN_Q + 1], [0, 2**70], [1, 0], [1, -rows], [4, LEN_Q], [4, rows])
+    for line in lines:
+        journal.write_bytes(b"\n".join([head, first, json.dumps(line).encode(), b""]))
+        with monkeypatch.context() as patch:
+            stop_after(patch, "attention_state", 0)
+            assert invoke(*arguments, "--resume").exit_code == 130
+        assert journal.read_bytes() == head + b"\n" + first + b"\n"
+    succeed(*arguments, "--resume")
+    check(load(tmp_path / "out.npy"), arrays, causal=True)
+
+
+@pytest.mark.parametrize("streamed", [True, False])
+def test_runs_stop_where_the_job_says_so(tmp_path, small, monkeypatch, streamed):
+    if not streamed:
+        monkeypatch.setattr(_job, "BUDGET", 2**30)
+    arrays, found, jobs = operands(LEN_Q, LEN_KV), [], []
+    record, call = _output.Output.record, _job.Job.call
+    monkeypatch.setattr(
+        _output.Output, "record", lambda self, *place: (found.append(place), record(self, *place))
+    )
+    monkeypatch.setattr(_job.Job, "call", lambda self: (jobs.append(self), call(self))[1])
+    succeed(*save(tmp_path, ".npy", arrays), "-o", tmp_path / "out.npy", "--threads", 1)
+    (work,) = jobs
+    assert work.streamed == streamed
+    assert len(work.parts) == (4 if streamed else 1)
+    everything = {(part, rows) for part in range(-1, 6) for rows in range(-1, LEN_Q + 9)}
+    possible = {place for place in everything if work.may_stop(place)}
+    assert len(found) > 2
+    assert possible == set(found)  # blocks are as short as they get
+
+
+@pytest.mark.parametrize("reserve", [True, False])
+def test_room_is_taken_again(tmp_path, stopped, monkeypatch, reserve):
+    arguments, _ = stopped
+    rows = tmp_path / "out.npy.partial" / "rows.npy"
+    whole = rows.read_bytes()
+    with rows.open("wb") as file:  # as some programs copy files: zeros take no room
+        for start in range(0, len(whole), 4096):
+            piece = whole[start : start + 4096]
+            if any(piece):
+                file.seek(start)
+                file.write(piece)
+        file.truncate(len(whole))
+    if 512 * rows.stat().st_blocks >= len(whole):
+        pytest.skip("a file system without holes")
+    if not reserve:
+        monkeypatch.delattr(os, "posix_fallocate", raising=False)
+    with monkeypatch.context() as patch:
+        stop_after(patch, "attention_state", 0)
+        assert invoke(*arguments, "--resume").exit_code == 130
+    assert rows.read_bytes() == whole
+    assert 512 * rows.stat().st_blocks >= len(whole)
 
 
 def test_damaged_remains_are_refused(tmp_path, stopped):
@@ -203,10 +264,17 @@ def test_damaged_remains_are_refused(tmp_path, stopped):
     folder = tmp_path / "out.npy.partial"
     rows, journal = folder / "rows.npy", folder / "journal"
     whole = rows.read_bytes()
-    rows.write_bytes(whole[:50])
-    assert "must hold the rows" in one_line(invoke(*arguments, "--resume").stderr)
-    np.save(rows, np.zeros(3))
-    assert "another array" in one_line(invoke(*arguments, "--resume").stderr)
+    for damaged in (whole[:50], whole[:200], whole[:-1], whole + b"\0"):
+        rows.write_bytes(damaged)
+        message = one_line(invoke(*arguments, "--resume").stderr)
+        assert f"{rows} must hold the rows" in message
+        assert "a damaged file (" in message
+        assert rows.read_bytes() == damaged
+    others = (np.zeros(3), np.zeros((2, 4, LEN_Q, 5), np.int32),
+              np.asfortranarray(np.zeros((2, 4, LEN_Q, 5), np.float32)))
+    for other in others:
+        np.save(rows, other)
+        assert "another array" in one_line(invoke(*arguments, "--resume").stderr)
     rows.write_bytes(whole)
     text = journal.read_bytes()
     journal.write_bytes(b"x" + text)

@@ -19,7 +19,9 @@ from cli_runs import (
     save,
     succeed,
 )
+from compare import EPS, assert_close
 from scaledot.cli import _attend, _files, _head_stats, _job, _output
+from test_cli_stream import figures, weights_of
 
 
 @pytest.fixture
@@ -224,22 +226,14 @@ def test_stats_are_those_of_all_weights(tmp_path, monkeypatch):
     arrays |= {"mask": rng.random((4, 1, 120)) < 0.8, "bias": rng.normal(size=(2, 1, 90, 120))}
     monkeypatch.setattr(_head_stats, "MEMORY", 4 * 2 * 120 * 4 * 7)  # 7 rows at a time
     stats = _head_stats.head_stats(job(arrays, tmp_path, causal=True))
-    terms = {name: arrays[name] for name in ("mask", "bias")}
-    weights = sd.attention_weights(arrays["query"], arrays["key"], causal=True, **terms)
-    weights = weights.astype(np.float64)
-    logs = np.log(weights, where=weights > 0, out=np.zeros_like(weights))
-    truth = {
-        "mean_largest": weights.max(axis=-1).mean(axis=(0, 2)),
-        "max_largest": weights.max(axis=(0, 2, 3)),
-        "mean_entropy": -(weights * logs).sum(axis=-1).mean(axis=(0, 2)),
-    }
-    floor = np.finfo(np.float32).eps * np.sqrt(120)
+    truth, yardstick = (
+        figures(weights_of(arrays, dtype, causal=True)) for dtype in (np.float64, np.float32)
+    )
     for name, expected in truth.items():
-        found = getattr(stats, name)
-        assert found.shape == (4,)
-        assert np.abs(found - expected).max() <= floor * np.abs(expected).max()
-    counts = (weights > _head_stats.NOTABLE).sum(axis=-1).mean(axis=(0, 2))
-    assert np.array_equal(stats.mean_notable, counts)
+        assert_close(
+            getattr(stats, name), expected, yardstick[name], eps=EPS["float32"], len_kv=120
+        )
+    assert np.array_equal(stats.mean_notable, truth["mean_notable"])
 
 
 def test_stats_in_the_summary(tmp_path):

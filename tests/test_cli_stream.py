@@ -63,6 +63,28 @@ def check(got, arrays, *, dtype="float32", **options):
     assert_close(got, truth, yardstick, eps=EPS[dtype.name], len_kv=arrays["key"].shape[-2])
 
 
+def weights_of(arrays, dtype, **visible):
+    """All weights by their definition, for the mask and bias of arrays: every row sees some key."""
+    query, key, bias = (arrays[name].astype(dtype) for name in ("query", "key", "bias"))
+    key = np.repeat(key, query.shape[-3] // key.shape[-3], axis=-3)
+    scores = query @ key.swapaxes(-1, -2) / dtype(np.sqrt(query.shape[-1])) + bias
+    shown = seen(query.shape[-2], key.shape[-2], **visible) & arrays["mask"]
+    powers = np.exp(np.where(shown, scores, -np.inf) - scores.max(axis=-1, keepdims=True))
+    return powers / powers.sum(axis=-1, keepdims=True)
+
+
+def figures(weights):
+    """What `HeadStats` says of weights, shape (batch, num_heads, len_q, len_kv)."""
+    weights = weights.astype(np.float64)
+    logs = np.log(weights, where=weights > 0, out=np.zeros_like(weights))
+    return {
+        "mean_largest": weights.max(axis=-1).mean(axis=(0, 2)),
+        "max_largest": weights.max(axis=(0, 2, 3)),
+        "mean_entropy": -(weights * logs).sum(axis=-1).mean(axis=(0, 2)),
+        "mean_notable": (weights > _head_stats.NOTABLE).sum(axis=-1).mean(axis=(0, 2)),
+    }
+
+
 CALLS = {
     "plain": ({}, []),
     "causal": ({"causal": True}, ["--causal"]),
@@ -232,6 +254,23 @@ def test_work_is_the_number_of_visible_pairs(tmp_path, lengths, scalars):
                 assert len(keys) or low == high
 
 
+@pytest.mark.parametrize("empty", [
+    ("batch",), ("batch", "len_kv"), ("heads",), ("heads", "kv_heads"), ("len_q",), ("len_kv",),
+    ("len_q", "len_kv"), ("d_k",), ("d_v",), ("d_k", "d_v"),
+])  # fmt: skip
+@pytest.mark.parametrize(("ending", "dtype"), [(".npy", "float64"), (".safetensors", "float32")])
+def test_axes_of_length_zero(tmp_path, small, monkeypatch, ending, dtype, empty):
+    monkeypatch.setattr(_job, "BUDGET", 0)
+    sizes = {"len_q": 20, "len_kv": 900, "heads": 4, "kv_heads": 2, "d_k": 8, "d_v": 5}
+    sizes |= {"batch": 2, **dict.fromkeys(empty, 0)}
+    arrays = operands(lead=(sizes.pop("batch"),), **sizes, dtype=np.float64)
+    files, out = save(tmp_path, ending, arrays), tmp_path / "out.npy"
+    result = succeed(*files, "-o", out, "--stats", "--causal", "--dtype", dtype)
+    check(load(out), arrays, dtype=dtype, causal=True)
+    heads = [line.split()[0] for line in result.stdout.partition("entropy")[2].splitlines()[2:]]
+    assert heads == [str(head) for head in range(sizes["heads"])]
+
+
 def test_stats(tmp_path, small, monkeypatch):
     arrays, rng = operands(90, 1200), np.random.default_rng(5)
     arrays |= {"mask": rng.random((4, 1, 1200)) < 0.8, "bias": rng.normal(size=(2, 1, 90, 1200))}
@@ -241,18 +280,13 @@ def test_stats(tmp_path, small, monkeypatch):
     assert len(work.parts) == 4
     assert work.lengths[2] < 600
     stats = _head_stats.head_stats(work)
-    terms = {name: arrays[name] for name in ("mask", "bias")}
-    weights = sd.attention_weights(arrays["query"], arrays["key"], causal=True, **terms)
-    weights = weights.astype(np.float64)
-    logs = np.log(weights, where=weights > 0, out=np.zeros_like(weights))
-    truth = {
-        "mean_largest": weights.max(axis=-1).mean(axis=(0, 2)),
-        "max_largest": weights.max(axis=(0, 2, 3)),
-        "mean_entropy": -(weights * logs).sum(axis=-1).mean(axis=(0, 2)),
-        "mean_notable": (weights > _head_stats.NOTABLE).sum(axis=-1).mean(axis=(0, 2)),
-    }
+    truth, yardstick = (
+        figures(weights_of(arrays, dtype, causal=True)) for dtype in (np.float64, np.float32)
+    )
     for name, expected in truth.items():
-        assert_close(getattr(stats, name), expected, eps=EPS["float32"], len_kv=1200)
+        assert_close(
+            getattr(stats, name), expected, yardstick[name], eps=EPS["float32"], len_kv=1200
+        )
 
 
 def test_the_bar_counts_chunks(tmp_path, small, monkeypatch):

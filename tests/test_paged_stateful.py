@@ -422,6 +422,8 @@ ERRORS = [
     *(("PagedKVCache", MAKE, *case) for case in [
         *((ValueError, f"{n} must be at least 1", "0", {n: 0}) for n in MAKE if n != "dtype"),
         (TypeError, "page_size must be an integer", "4.0", {"page_size": 4.0}),
+        (ValueError, f"keys and values must have at most {2**63 - 1} bytes each",
+         f"num_pages={2**62} of ", {"num_pages": 2**62}),
         (TypeError, "dtype must be one of float32, float64, float16, bfloat16", "'int8'",
          {"dtype": "int8"}),
         (TypeError, "dtype must be one of float32, ", "None", {"dtype": None}),
@@ -445,6 +447,24 @@ def test_errors_change_nothing(name, right, error, must_hold, given, wrong, rng)
     before = pickle.dumps(cache)
     raises(error, must_hold, given, getattr(cache, name), **right | wrong)
     assert pickle.dumps(cache) == before
+
+
+@pytest.mark.parametrize("copied", [False, True])
+def test_pools_made_in_inference_mode_are_written_outside(rng, copied):
+    torch = pytest.importorskip("torch")
+    plain, like = cache_of(), torch.zeros(1)
+    if copied:
+        cache = cache_of(like=like)
+    with torch.inference_mode():
+        cache = copy.deepcopy(cache) if copied else cache_of(like=like)
+    ids = [cache.new(), cache.new()]
+    assert ids == [plain.new(), plain.new()]
+    for _ in range(2):
+        new = tokens(rng, 2, 3)
+        plain.append(ids, *new)
+        cache.append(ids, *map(torch.tensor, new))
+    for name in ("key_pages", "value_pages"):
+        assert np.array_equal(getattr(cache, name).numpy(), getattr(plain, name))
 
 
 def test_arrays_that_cannot_be_written_to():

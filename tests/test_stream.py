@@ -1,13 +1,10 @@
-"""Chunks of keys and values: cut, read ahead, and pages given back."""
+"""Chunks of keys and values: cut, and pages given back."""
 
 import gc
 import itertools
 import mmap
-import subprocess
-import sys
 import threading
 import time
-import weakref
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +14,7 @@ import safetensors.numpy
 import naive
 import scaledot as sd
 import textbook
-from cli_runs import BFLOAT16, SOURCES
+from cli_runs import BFLOAT16
 from compare import EPS, assert_close
 from scaledot import _stream
 
@@ -120,10 +117,13 @@ def test_other_libraries(library):
     assert chunk.key.shape == (2, 2, 90, 8)
 
 
-def test_offsets_may_be_arrays():
+@pytest.mark.parametrize("dtype", [np.int64, np.int8, np.uint8])
+def test_offsets_may_be_arrays(dtype):
     given = arrays()
     offset = np.array([0, 100])
-    chunks = sd.read_chunks(given["key"], given["value"], chunk_len=40, kv_offset=offset)
+    chunks = sd.read_chunks(
+        given["key"], given["value"], chunk_len=40, kv_offset=offset.astype(dtype)
+    )
     state = sd.attend_chunks(given["query"], chunks, causal=True, q_offset=offset + 60)
     check(state, given)
 
@@ -141,6 +141,10 @@ def test_an_empty_array_in_a_safetensors_file(tmp_path):
         "key": np.zeros((2, 0, 8), np.float32), "value": np.zeros((2, 0, 5), np.float32),
     }))  # fmt: skip
     assert chunk.key.shape == (2, 0, 8)
+    chunks = sd.read_chunks(*slices(tmp_path, {
+        "key": np.zeros((2, 9, 0), np.float32), "value": np.zeros((2, 9, 5), np.float32),
+    }), chunk_len=4)  # fmt: skip
+    assert [chunk.key.shape for chunk in chunks] == [(2, 4, 0), (2, 4, 0), (2, 1, 0)]
 
 
 def test_the_usual_chunk_is_32_mebibytes_of_whole_tiles():
@@ -168,6 +172,14 @@ WRONG = {
     "half": (TypeError, "chunk_len must be an integer", "float", {"chunk_len": 2.5}),
     "flag": (TypeError, "chunk_len must be an integer", "bool", {"chunk_len": True}),
     "ahead": (ValueError, "read_ahead must be at least 0", "-1", {"read_ahead": -1}),
+    "offset": (TypeError, "kv_offset must be an integer", "1.0", {"kv_offset": 1.0}),
+    "offsets": (TypeError, "kv_offset must be an int or an integer array", "float64 (2,)",
+                {"kv_offset": np.zeros(2)}),
+    "far": (ValueError, "kv_offset must lie between", str(2**61), {"kv_offset": 2**61}),
+    "farther": (ValueError, "kv_offset must lie between", str(2**63),
+                {"kv_offset": np.array([0, 2**63], np.uint64)}),
+    "integers": (TypeError, "value must hold numbers of float32", "int16",
+                 {"value": KEY.astype(np.int16)}),
 }
 
 
@@ -183,6 +195,25 @@ def test_a_slice_of_integers_needs_a_generator(tmp_path):
     key, value = slices(tmp_path, {n: np.zeros((2, 9, 4), np.int8) for n in ("key", "value")})
     with pytest.raises(TypeError, match=r"key must hold numbers of float32.*got I8"):
         sd.read_chunks(key, value)
+
+
+def threads():
+    return [thread for thread in threading.enumerate() if thread.name == "scaledot-read"]
+
+
+def wait_until(condition):
+    limit = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < limit, "nothing happened"
+        time.sleep(0.002)
+
+
+@pytest.fixture(autouse=True)
+def _no_thread_is_left():
+    yield
+    if threads():
+        gc.collect()
+        wait_until(lambda: not threads())
 
 
 # Pages
@@ -326,171 +357,3 @@ def test_systems_without_advice(tmp_path, monkeypatch, missing):
         monkeypatch.setattr(_stream, "_advise", lambda *arguments: False)
     total = sum(chunk.key.sum(dtype=float) for chunk in sd.read_chunks(array, array, chunk_len=32))
     assert total == array.sum(dtype=float)
-
-
-# Reading ahead
-
-
-def threads():
-    return [thread for thread in threading.enumerate() if thread.name == "scaledot-read"]
-
-
-def wait_until(condition):
-    limit = time.monotonic() + 20
-    while not condition():
-        assert time.monotonic() < limit, "nothing happened"
-        time.sleep(0.002)
-
-
-@pytest.fixture(autouse=True)
-def _no_thread_is_left():
-    yield
-    gc.collect()
-    wait_until(lambda: not threads())
-
-
-def numbered(count, made):
-    for i in range(count):
-        made.append(i)
-        yield sd.Chunk(np.full((1, 1), i), np.ones((1, 1)), i)
-
-
-def test_order_is_kept_and_all_come():
-    assert [c.kv_offset for c in sd.read_ahead(numbered(100, []), 3)] == list(range(100))
-    assert list(sd.read_ahead([])) == []
-
-
-@pytest.mark.parametrize("depth", [1, 2, 5])
-def test_never_further_ahead_than_asked(depth):
-    made = []
-    chunks = sd.read_ahead(numbered(20, made), depth)
-    assert made == []  # nothing before the first is asked for
-    for taken in range(1, 21):
-        next(chunks)
-        wait_until(lambda n=taken: len(made) == min(20, n + depth))
-        time.sleep(0.01)
-        assert len(made) <= taken + depth
-    assert next(chunks, None) is None
-
-
-@pytest.mark.parametrize("depth", [1, 3])
-def test_no_more_chunks_are_alive_than_told(depth):
-    alive, most = weakref.WeakSet(), []
-
-    class Tracked(np.ndarray):
-        __hash__ = object.__hash__
-
-    def making():
-        for i in range(15):
-            key = np.zeros((1, 1)).view(Tracked)
-            alive.add(key)
-            most.append(len(alive))
-            chunk = sd.Chunk(key, key, i)
-            del key
-            yield chunk
-            del chunk
-
-    for chunk in sd.read_ahead(making(), depth):
-        time.sleep(0.005)
-        del chunk
-    assert max(most) <= depth + 1
-    assert max(most) > 1
-    assert not alive
-
-
-def test_an_error_comes_in_its_place():
-    def failing():
-        yield from numbered(3, [])
-        raise OSError("the disk is gone")
-
-    got = []
-    with pytest.raises(OSError, match="the disk is gone"):  # noqa: PT012
-        for chunk in sd.read_ahead(failing(), 5):
-            got.append(chunk.kv_offset)
-    assert got == [0, 1, 2]
-    wait_until(lambda: not threads())
-
-
-def test_an_error_of_the_first_step_and_of_iter():
-    class NoIterator:
-        def __iter__(self):
-            raise LookupError("no")
-
-    with pytest.raises(LookupError, match="no"):
-        next(sd.read_ahead(NoIterator()))
-
-
-@pytest.mark.parametrize("end", ["close", "forget", "raise"])
-def test_the_thread_ends_with_the_iterator(end):
-    closed = threading.Event()
-
-    def endless():
-        try:
-            yield from numbered(10**9, [])
-        finally:
-            closed.set()
-
-    chunks = sd.read_ahead(endless(), 2)
-    next(chunks)
-    assert len(threads()) == 1
-    if end == "close":
-        chunks.close()
-    elif end == "forget":
-        del chunks
-    else:
-        def use():
-            for _ in chunks:
-                raise ZeroDivisionError
-
-        with pytest.raises(ZeroDivisionError):
-            use()
-        chunks.close()
-    wait_until(lambda: not threads())
-    assert closed.is_set()
-
-
-def test_a_consumer_that_fails_inside_attend_chunks(tmp_path):
-    given = arrays()
-    key, value = slices(tmp_path, given)
-    with pytest.raises(ValueError, match="q_offset must be given"):
-        sd.attend_chunks(given["query"], sd.read_chunks(key, value, chunk_len=8), causal=True)
-    gc.collect()
-    wait_until(lambda: not threads())
-
-
-def test_python_ends_while_a_source_hangs():
-    program = (
-        "import threading, scaledot as sd, numpy as np\n"
-        "def hanging():\n"
-        "    yield sd.Chunk(np.ones((1, 1)), np.ones((1, 1)), 0)\n"
-        "    threading.Event().wait()\n"
-        "chunks = sd.read_ahead(hanging())\n"
-        "next(chunks)\n"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", program], env={"PYTHONPATH": str(SOURCES)}, timeout=60,
-        capture_output=True, text=True, check=False,
-    )
-    assert (done.returncode, done.stderr) == (0, "")
-
-
-def test_reading_goes_on_while_chunks_are_used():
-    done = []
-
-    def made():
-        for i in range(3):
-            done.append(i)
-            yield i
-
-    chunks = sd.read_ahead(made())
-    assert next(chunks) == 0
-    wait_until(lambda: done == [0, 1])  # without asking again
-    chunks.close()
-
-
-@pytest.mark.parametrize(("error", "arguments"), [
-    (TypeError, (3,)), (TypeError, ([], 1.0)), (TypeError, ([], True)), (ValueError, ([], 0)),
-])  # fmt: skip
-def test_wrong_arguments(error, arguments):
-    with pytest.raises(error, match="must be"):
-        sd.read_ahead(*arguments)

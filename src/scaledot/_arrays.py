@@ -13,6 +13,7 @@ from scaledot._typing import Array
 
 FLOATS = ("float32", "float64", "float16", "bfloat16")
 _NAMES: dict[Any, str] = {}
+_SIZES = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2, "int8": 1}
 KNOWN = "arrays of NumPy, PyTorch, JAX or array-api-strict"
 
 
@@ -61,6 +62,11 @@ def dtype_name(x: Array) -> str:
             _NAMES[dtype] = str(dtype.name)
         return _NAMES[dtype]
     return str(dtype).rsplit(".", 1)[-1]
+
+
+def itemsize(name: str) -> int:
+    """Bytes of one number of a dtype that keys and values may have, or be stored as."""
+    return _SIZES[name]
 
 
 def is_float(x: Array) -> bool:

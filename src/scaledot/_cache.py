@@ -109,6 +109,7 @@ class KVCache:
         slots, self._window, sinks = _cache_checks.slots(capacity, window, num_sinks)
         name = _cache_checks.dtype_name(dtype)
         _cache_checks.place(like)
+        _cache_checks.room((*shape, *widths), name, slots)
         self._memory = Memory.new((*shape, slots), widths, name, sinks, like)
 
     def __repr__(self) -> str:
@@ -305,6 +306,9 @@ class KVCache:
                 f"capacity must be at least the present one, {self.capacity}", capacity,
                 "A cache only grows; make a smaller one instead.",
             )
+        batch, num_kv_heads, _, d_k = self._memory.arrays["key"].shape
+        d_v = self._memory.arrays["value"].shape[-1]
+        _cache_checks.room((batch, num_kv_heads, d_k, d_v), self.dtype, capacity)
         if capacity > self.capacity:
             self._memory.grow(capacity)
 

@@ -22,7 +22,7 @@ def over(
     ``options`` are those of the call; the wider of them go with the sinks, while the ring has a
     ``window`` that leaves lost tokens out.
     """
-    xp, wide, plain = _arrays.namespace(query), query, options._replace(sinks=None)
+    xp, wide = _arrays.namespace(query), query
     if memory.is_int8:  # numbers are restored in the precision of the scores
         dtype = _arrays.accumulation_dtype(xp, _arrays.dtype_name(query))
         wide = xp.astype(query, dtype, copy=False)
@@ -30,33 +30,48 @@ def over(
     if wide is not query and not reads_codes:
         problem, reads_codes = _resolved(memory, wide, options)
 
-    def attended(stretches: list[Stretch], window: Any, first: Any) -> State:
-        if reads_codes:
-            from scaledot import _code_kernels
-
-            sides = _checks.window(window, plain.causal)
-            states = (
-                _code_kernels.run(
-                    problem, _code_kernels.Codes(*memory.codes(slots)), sides, offset, length
-                )
-                for slots, offset, length in stretches
-            )
-            return functools.reduce(merge, states)
-        chunks = memory.chunks(stretches, wide.dtype, options.mask, first)
-        return attend_chunks(
-            wide, chunks, causal=plain.causal, window=window, scale=plain.scale,
-            softcap=plain.softcap, alibi_slopes=plain.alibi_slopes, score_mod=plain.score_mod,
-            mask_mod=plain.mask_mod, dropout=plain.dropout, seed=plain.seed,
-            q_offset=plain.q_offset, impl=plain.impl,
-        )
-
     first = options.q_offset - (_checks.FARTHEST if window[0] is None else window[0])
-    state = attended(memory.ring(first), window, first)
+    kinds = [(memory.ring(first), window, first)]
     if memory.num_sinks:
-        state = merge(attended(memory.sinks(), options.window, 0), state)
+        kinds.insert(0, (memory.sinks(), options.window, 0))
+    states = (
+        _of_codes(memory, problem, stretches, _checks.window(seen, options.causal))
+        if reads_codes
+        else _of_numbers(memory, wide, options._replace(window=seen), stretches, start)
+        for stretches, seen, start in kinds
+    )
+    state = functools.reduce(merge, states)
     if problem.sinks is not None:
         state = merge(state, _reference.keyless(xp, problem))
     return xp.astype(state.out, query.dtype, copy=False)
+
+
+def _of_codes(
+    memory: Memory, problem: Problem, stretches: list[Stretch], sides: tuple[int | None, int | None]
+) -> State:
+    """State over tokens whose codes the kernels read where they lie."""
+    from scaledot import _code_kernels
+
+    states = (
+        _code_kernels.run(
+            problem, _code_kernels.Codes(*memory.codes(slots)), sides, offset, length
+        )
+        for slots, offset, length in stretches
+    )
+    return functools.reduce(merge, states)
+
+
+def _of_numbers(
+    memory: Memory, query: Array, options: Options, stretches: list[Stretch], first: Any
+) -> State:
+    """State over tokens from position ``first`` on, as numbers of query's dtype."""
+    chunks = memory.chunks(stretches, query.dtype, options.mask, first)
+    return attend_chunks(
+        query, chunks, causal=options.causal, window=options.window, scale=options.scale,
+        softcap=options.softcap, alibi_slopes=options.alibi_slopes, score_mod=options.score_mod,
+        mask_mod=options.mask_mod, dropout=options.dropout, seed=options.seed,
+        q_offset=options.q_offset, impl=options.impl,
+    )
 
 
 def _resolved(memory: Memory, query: Array, options: Options) -> tuple[Problem, bool]:

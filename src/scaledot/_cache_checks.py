@@ -23,6 +23,27 @@ def size(name: str, value: object, least: int = 1) -> int:
     return number
 
 
+def addressable(name: str, count: int, each: int) -> None:
+    """Raise unless ``count`` times ``each`` bytes have addresses."""
+    most = sys.maxsize // each
+    if count > most:
+        raise value_error(
+            f"keys and values must have at most {sys.maxsize} bytes each",
+            f"{name}={count} of {each} bytes",
+            f"Addresses reach as far as {name}={most}, memory less far."
+            if most else "Make the other sizes smaller.",
+        )
+
+
+def room(sizes: tuple[int, int, int, int], dtype: str, capacity: int) -> None:
+    """Raise unless so many tokens of sizes (batch, num_kv_heads, d_k, d_v) can be addressed."""
+    batch, num_kv_heads, *widths = sizes
+    token = max(widths) * _arrays.itemsize(dtype)
+    if dtype == "int8":  # has a scale, too
+        token = max(token, _arrays.itemsize("float32"))
+    addressable("capacity", capacity, batch * num_kv_heads * token)
+
+
 def dtype_name(dtype: Any) -> str:
     """Name of a dtype given as a name or as a dtype of any library; it can be stored."""
     name = dtype
@@ -131,12 +152,21 @@ def kept(memory: Memory, q_offset: Any, counts: Any, left: int) -> None:
     lost = (np.maximum(q_offset - left, memory.num_sinks) < oldest) & (counts > 0)
     if np.any(lost):
         entry, most = int(np.argmax(lost)), memory.capacity - memory.num_sinks - left
+        hint = (
+            f"This capacity serves chunks of at most {most} tokens: append and attend to "
+            "smaller ones, or call grow before that."
+        )
+        if counts[entry] <= most:  # what is lost went before grow or truncate
+            served = max(0, memory.lengths[entry] - oldest[entry] - left)
+            hint = (
+                f"Of the tokens so far, the last {served} see only what is still there: attend to "
+                "these, or to tokens that are yet to be appended."
+            )
         raise value_error(
             "queries must see only tokens that are still in memory",
             f"{counts[entry]} queries of entry {entry}, the first of which sees back to "
             f"position {q_offset[entry] - left}, where {oldest[entry]} is the oldest",
-            f"This capacity serves chunks of at most {most} tokens: append and attend to "
-            "smaller ones, or call grow before that.",
+            hint,
         )
 
 

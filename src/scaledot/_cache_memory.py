@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import itertools
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -246,15 +248,33 @@ def zeros(shape: tuple[int, ...], name: str, like: Array) -> Array:
                 raise missing_extra("ml_dtypes", "bf16") from None
         return np.zeros(shape, dtype=name)
     xp = _arrays.namespace(like)
-    return xp.zeros(shape, dtype=getattr(xp, name), **_arrays.device_of(like))
+    with _lasting(like):
+        return xp.zeros(shape, dtype=getattr(xp, name), **_arrays.device_of(like))
+
+
+def _lasting(like: Array) -> contextlib.AbstractContextManager[Any]:
+    """Where new tensors can be written to later, outside of PyTorch's ``inference_mode``, too."""
+    if _arrays.library(like) != "torch":
+        return contextlib.nullcontext()
+    manager: contextlib.AbstractContextManager[Any] = sys.modules["torch"].inference_mode(False)
+    return manager
 
 
 def put(memory: Array, index: Any, values: Array) -> Array:
     """Write values into memory and return it: a new array where those of a library are constant."""
     if _arrays.library(memory) == "jax":
         return memory.at[index].set(values)
+    memory = writable(memory)
     memory[index] = values
     return memory
+
+
+def writable(memory: Array) -> Array:
+    """Return memory, or a copy of what was unpickled or copied in PyTorch's ``inference_mode``."""
+    if _arrays.library(memory) != "torch" or not memory.is_inference():
+        return memory
+    with _lasting(memory):
+        return memory.clone()
 
 
 def runs(first: Any, second: Any) -> Iterator[tuple[int, int, int]]:

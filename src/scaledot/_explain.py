@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from scaledot import _choice
+from scaledot import _arrays, _choice
 from scaledot._rules import derivative_rules, without_graph
 from scaledot._spec import Options, resolve
 from scaledot._typing import Array, Impl, MaskMod, Offsets, ScoreMod
@@ -137,7 +137,6 @@ def explain(
     result = 1
     for length in (*spec.scores_shape[:-1], spec.d_v):
         result *= length
-    itemsize = {"float64": 8, "float32": 4}.get(spec.dtype, 2)
     elements = sum(_count(x) for x in (query, key, value)) + result
     return Plan(
         implementation=name,
@@ -147,7 +146,7 @@ def explain(
         tiles_run=tiles.run,
         tiles_skipped=tiles.skipped,
         flops=2 * (spec.d_k + spec.d_v) * tiles.scores,
-        bytes_moved=elements * itemsize,
+        bytes_moved=elements * _arrays.itemsize(spec.dtype),
         peak_extra_memory=tiles.memory,
     )
 

@@ -9,12 +9,11 @@ from typing import Any, NamedTuple, cast
 
 import numpy as np
 
-from scaledot import _arrays, _checks
-from scaledot._errors import missing_extra, type_error, value_error
+from scaledot import _arrays, _cache_checks, _cache_memory, _checks
+from scaledot._errors import type_error, value_error
 from scaledot._paged import for_each, paged_attention
 from scaledot._typing import Array, ArrayT, Impl
 
-SIZES = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}
 SPREAD = 4096
 """Bytes, at most, that lie between pages, see `_pool`."""
 
@@ -246,6 +245,7 @@ class PagedKVCache:
         sequences = self._all("ids", ids)
         counts = self._checked_counts(sequences, key, value, lengths)
         growths = self._plan(sequences, counts)
+        self._key, self._value = map(_cache_memory.writable, (self._key, self._value))
         # Bookkeeping comes last: whatever stops the writing leaves the cache as it was.
         self._write(sequences, counts, growths, key, value)
         for sequence, count, (takes, leaves) in zip(sequences, counts, growths, strict=True):
@@ -428,23 +428,25 @@ def _pool(
     That is how a head reads them. Pages at distances of large powers of two would drive each other
     out of the processor's caches: a few rows that hold nothing prevent it.
     """
-    rows, spare = heads * page_size, 0
+    name, rows, spare = _name(dtype), heads * page_size, 0
     if heads % 2 == 0:
-        spare = min(page_size, max(1, SPREAD // (d * SIZES.get(_name(dtype), 1))))
-    return _zeros((num_pages, rows + spare, d), dtype, like)
+        spare = min(page_size, max(1, SPREAD // (d * _arrays.itemsize(name))))
+    shape = (num_pages, rows + spare, d)
+    _cache_checks.addressable("num_pages", num_pages, (rows + spare) * d * _arrays.itemsize(name))
+    return _zeros(shape, dtype, like)
 
 
 def _name(dtype: Any) -> str:
-    return str(getattr(dtype, "__name__", dtype)).removeprefix("torch.")
-
-
-def _zeros(shape: tuple[int, ...], dtype: Any, like: Array | None) -> Array:
-    """Memory for pages in the library that ``like``, or else the dtype, belongs to."""
-    name = _name(dtype)
+    name = str(getattr(dtype, "__name__", dtype)).removeprefix("torch.")
     if name not in _arrays.FLOATS:
         raise type_error(
             f"dtype must be one of {', '.join(_arrays.FLOATS)}", repr(dtype), "Pass its name."
         )
+    return name
+
+
+def _zeros(shape: tuple[int, ...], dtype: Any, like: Array | None) -> Array:
+    """Memory for pages in the library that ``like``, or else the dtype, belongs to."""
     if like is not None:
         _arrays.check_array("like", like)
     elif type(dtype).__module__ == "torch":
@@ -453,16 +455,10 @@ def _zeros(shape: tuple[int, ...], dtype: Any, like: Array | None) -> Array:
         like = torch.empty(0)
     else:
         like = np.empty(0)
-    kind, xp = _arrays.library(like), _arrays.namespace(like)
+    kind = _arrays.library(like)
     if kind not in ("numpy", "torch"):
         raise type_error(
             "like must be an array of NumPy or PyTorch, which can be written to", kind,
             "Hold pages of other libraries yourself and call paged_attention.",
         )
-    if kind == "numpy" and name == "bfloat16":
-        try:
-            import ml_dtypes
-        except ImportError:
-            raise missing_extra("ml_dtypes", "bf16") from None
-        return np.zeros(shape, ml_dtypes.bfloat16)
-    return xp.zeros(shape, dtype=getattr(xp, name), **_arrays.device_of(like))
+    return _cache_memory.zeros(shape, _name(dtype), like)

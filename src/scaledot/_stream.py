@@ -7,13 +7,14 @@ import contextlib
 import importlib
 import math
 import mmap
+import os
 import threading
 from collections.abc import Generator, Iterable, Iterator
 from typing import Any
 
 import numpy as np
 
-from scaledot import _arrays
+from scaledot import _arrays, _checks
 from scaledot._chunks import Chunk
 from scaledot._errors import type_error, value_error
 from scaledot._typing import Array, Offsets
@@ -26,7 +27,8 @@ _PIECE = 2**17
 """Bytes asked for at once: Linux reads no more for one request than its usual read-ahead."""
 _PATIENCE = 1.0
 """Seconds to wait for the thread of a closed iterator, which may be in a long read."""
-_STORED = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
+_STORED = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+"""Names of dtypes in safetensors files."""
 
 
 def read_chunks(
@@ -55,8 +57,8 @@ def read_chunks(
     kv_offset : int or integer array
         Position of the first key.
     read_ahead : int
-        Chunks to read before they are needed, while others are computed with. 0 reads each when
-        it is asked for.
+        Chunks to read before they are needed, while others are computed with: the ``depth`` of
+        `read_ahead`, or 0 to read each when it is asked for.
 
     Returns
     -------
@@ -68,7 +70,9 @@ def read_chunks(
     TypeError
         Neither an array of a known library nor a slice of a file; numbers that are not integers.
     ValueError
-        Lengths of key and value that differ, fewer than two axes, ``chunk_len`` below 1.
+        Lengths of key and value that differ, fewer than two axes, ``chunk_len`` below 1, an
+        offset too far out. From the generator, in a process forked after its thread began: as in
+        `read_ahead`.
 
     Notes
     -----
@@ -112,12 +116,13 @@ def read_chunks(
     else:
         chunk_len = _count("chunk_len", chunk_len, 1, "None makes chunks of 32 MiB.")
     depth = _count("read_ahead", read_ahead, 0, "0 reads nothing ahead.")
+    kv_offset = _offset(kv_offset)
     starts = range(0, max(1, length), chunk_len)
     cuts = ((start, min(start + chunk_len, length)) for start in starts)
     return walk(key, value, cuts, kv_offset, depth)
 
 
-def read_ahead(chunks: Iterable[Chunk], depth: int = 1) -> Generator[Chunk, None, None]:
+def read_ahead(chunks: Iterable[Chunk], *, depth: int = 1) -> Generator[Chunk, None, None]:
     """Advance an iterator of chunks in a thread of its own, while others are computed with.
 
     Parameters
@@ -125,20 +130,23 @@ def read_ahead(chunks: Iterable[Chunk], depth: int = 1) -> Generator[Chunk, None
     chunks : iterable of Chunk
         Say, a generator that reads, receives or converts them. It runs in one thread only.
     depth : int
-        Chunks that may wait at most, the one being made included.
+        Chunks that may wait at most, the one being made included. `read_chunks` calls the same
+        number ``read_ahead``.
 
     Returns
     -------
     generator of Chunk
         The same chunks in the same order. Close it, or leave it to be collected, and the thread
-        ends after the step that it is in; what ``chunks.close()`` does is done then.
+        ends after the step that it is in; what ``chunks.close()`` does is done then, also where no
+        chunk was asked for.
 
     Raises
     ------
     TypeError
         Not an iterable, or a depth that is not an integer.
     ValueError
-        A depth below 1.
+        A depth below 1. From the generator, when it is asked for a chunk in a process forked after
+        the first one: the thread is not there. Before the first chunk, forks are free to use it.
 
     Notes
     -----
@@ -236,14 +244,13 @@ def _shape(name: str, x: Any) -> tuple[int, ...]:
 
 
 def _itemsize(name: str, x: Any) -> int:
-    if not _is_slice(x):
-        return {"float64": 8, "float32": 4}.get(_arrays.dtype_name(x), 2)
-    if x.get_dtype() not in _STORED:
+    dtype = _STORED.get(x.get_dtype(), x.get_dtype()) if _is_slice(x) else _arrays.dtype_name(x)
+    if dtype not in _arrays.FLOATS:
         raise type_error(
-            f"{name} must hold numbers of {', '.join(_arrays.FLOATS)}", x.get_dtype(),
+            f"{name} must hold numbers of {', '.join(_arrays.FLOATS)}", dtype,
             "Convert each chunk in a generator of your own, and pass chunk_len.",
         )
-    return _STORED[x.get_dtype()]
+    return _arrays.itemsize(dtype)
 
 
 def _count(name: str, number: Any, least: int, hint: str) -> int:
@@ -254,13 +261,32 @@ def _count(name: str, number: Any, least: int, hint: str) -> int:
     return int(number)
 
 
+def _offset(given: Any) -> Any:
+    """A position, or an array of some to which lengths can be added in its dtype."""
+    if _arrays.library(given) is None:
+        number = _checks.integer("kv_offset", given)
+        _checks.reach(np.empty(0), "kv_offset", number)
+        return number
+    _arrays.check_array("kv_offset", given)
+    if not _arrays.is_integer(given):
+        raise type_error(
+            "kv_offset must be an int or an integer array", _arrays.describe(given),
+            "Use astype(int).",
+        )
+    values = _arrays.host(given)
+    if values is not None:
+        for extreme in (values.min(initial=0), values.max(initial=0)):
+            _checks.reach(given, "kv_offset", extreme)
+    return _arrays.namespace(given).astype(given, _arrays.index_dtype(given), copy=False)
+
+
 def _cut(x: Any, start: int, stop: int) -> Any:
     """Tokens of an array, or of a slice of a file, as an array."""
     if not _is_slice(x):
         return x[..., start:stop, :]
     rank = len(x.get_shape())
     if 0 in x.get_shape():  # safetensors looks no further into arrays without entries
-        return x[:]
+        return x[:][..., start:stop, :]
     return x[(*(slice(None),) * (rank - 2), slice(start, stop), slice(None))]
 
 
@@ -401,13 +427,26 @@ class _Line:
 
 
 def _ahead(chunks: Iterable[Chunk], depth: int) -> Generator[Chunk, None, None]:
-    line = _Line(depth)
+    made = _made_ahead(chunks, depth)
+    next(made)  # begins it, not the thread: its end is then that of chunks
+    return made
+
+
+def _made_ahead(chunks: Iterable[Chunk], depth: int) -> Generator[Any, None, None]:
+    """Nothing, then the chunks."""
+    try:
+        yield
+    except BaseException:  # closed, or collected, before the first chunk was asked for
+        _close(chunks)
+        raise
+    line, process = _Line(depth), os.getpid()
     # A daemon: a source that hangs in a read must not keep Python from ending.
     thread = threading.Thread(target=line.fill, args=(chunks,), name="scaledot-read", daemon=True)
     del chunks
     thread.start()
     try:
         while True:
+            _check_process(process)
             there, item = line.take()
             if not there:
                 if item is None:
@@ -421,6 +460,25 @@ def _ahead(chunks: Iterable[Chunk], depth: int) -> Generator[Chunk, None, None]:
             del item
             yield holder.pop()
     finally:
-        line.close()
-        if thread is not threading.current_thread():  # the collector runs in any thread
-            thread.join(_PATIENCE)
+        # After a fork there is no thread to end, and what it had locked stays locked.
+        if process == os.getpid():
+            line.close()
+            if thread is not threading.current_thread():  # the collector runs in any thread
+                thread.join(_PATIENCE)
+
+
+def _close(chunks: Iterable[Chunk]) -> None:
+    """Close an iterator that was never advanced; other iterables would have made one."""
+    close = getattr(chunks, "close", None)
+    if close is not None and isinstance(chunks, Iterator):
+        close()
+
+
+def _check_process(process: int) -> None:
+    """Raise in another process than that."""
+    if os.getpid() != process:
+        raise value_error(
+            "chunks must be asked for in the process whose thread reads them ahead",
+            f"process {os.getpid()}, forked from {process} after the first chunk",
+            "Make the iterator, or ask for its first chunk, after the fork.",
+        )

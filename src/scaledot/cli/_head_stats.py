@@ -113,8 +113,8 @@ def _streamed(job: Job, part: Part, sums: _Sums) -> Iterator[float]:
         for options, inner, state in _states(job, part, rows, query, step):
             weights = scaledot.attention_weights(query[..., inner, :], **options)
             weights = weights.reshape(part.group, *weights.shape[-2:])
-            seen = np.isneginf(state)
-            share = np.exp(np.where(seen, -np.inf, state - np.where(seen, 0, lse[:, inner])))
+            empty = np.isneginf(state)  # rows that see nothing in this chunk
+            share = np.exp(np.where(empty, -np.inf, state - np.where(empty, 0, lse[:, inner])))
             weights = weights * share[..., None].astype(weights.dtype)
             sums.add_keys(heads, weights)
             largest[:, inner] = np.maximum(largest[:, inner], weights.max(axis=-1, initial=0))

@@ -18,7 +18,7 @@ from scaledot import _stream
 from scaledot._chunks import Chunk
 from scaledot._errors import value_error
 from scaledot.cli._files import OPERANDS, Inputs, NDArrayAny, Source
-from scaledot.cli._partial import Call
+from scaledot.cli._partial import Call, Place
 
 BUDGET = 2**28
 """Bytes of one part's keys and values, and of what else one tile of its queries needs at once."""
@@ -160,19 +160,24 @@ class Job:
 
     @cached_property
     def parts(self) -> list[Part]:
-        """The whole call where it fits `BUDGET`, else pieces of it that do, if there are any."""
+        """The whole call where it fits `BUDGET`, else pieces of it that do, if there are any.
+
+        There is none where the result has no row.
+        """
+        if 0 in self.out_shape[:-1]:
+            return []
         shapes = [getattr(self.inputs, name).shape for name in OPERANDS]
         lead = self.out_shape[:-3]
         num_heads = self.out_shape[-3] if len(self.out_shape) > 2 else 1
         kv_heads = shapes[1][-3] if len(shapes[1]) > 2 else 1
-        group = num_heads // max(1, kv_heads)
+        group = num_heads // kv_heads
         axes, count, bytes_left = (*lead, kv_heads), 0, self.entry_bytes(group)
         bytes_left *= math.prod(axes)
         every = Part((EVERY,) * len(lead), EVERY, group, math.prod(axes))
         if bytes_left <= BUDGET or self.scalars["impl"] == "dense":
             return [every]
         while count < len(axes) and bytes_left > BUDGET:
-            bytes_left //= max(1, axes[count])
+            bytes_left //= axes[count]
             count += 1
         step = max(1, BUDGET // max(1, bytes_left))
         found = []
@@ -232,6 +237,14 @@ class Job:
         made = group * 6 * (d_v + 1) * accumulated + pair * chunk
         block = max(1, BLOCK_BYTES // made // tile) * tile
         return max(1, STATE_BYTES // max(1, state) // block) * block, block, chunk
+
+    def may_stop(self, place: Place) -> bool:
+        """Whether a run of this job records a place: the end of a pass or of blocks of a part."""
+        part, rows = place
+        if not (0 <= part < len(self.parts) and 0 < rows <= self.len_q):
+            return False
+        unit, shortest = (self.lengths[0], 1) if self.streamed else (self.tile, self.tile)
+        return rows == self.len_q or (rows % unit == 0 and self.len_q - rows >= shortest)
 
     def reach(self, rows: slice) -> tuple[int, int]:
         """First key that causal and window let one of these queries see, and the one after."""
@@ -294,8 +307,8 @@ class Converted:
         """Name of the dtype that comes out."""
         return self._job.dtype.name
 
-    def __getitem__(self, index: tuple[slice, ...]) -> NDArrayAny:
-        *_, rows, _ = index
+    def __getitem__(self, index: slice | tuple[slice, ...]) -> NDArrayAny:
+        rows = index[-2] if isinstance(index, tuple) else EVERY  # a slice alone is [:]
         part = self._part.index(self._source.shape, of_keys=True)
         raw = self._source.read((*part, rows, EVERY))
         made = converted(self._name, raw, self._job.dtype)

@@ -7,6 +7,7 @@ import math
 import os
 import shutil
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -57,7 +58,7 @@ class Output:
     Rows go into ``array``, which is mapped to a file in the folder ``OUTPUT.partial``, so that
     no result has to fit into memory. The room is taken at once: a full disk is found before the
     work. With ``resume`` the folder stays when the work is stopped, and `finished` tells how far
-    an earlier run of the same ``call`` came.
+    an earlier run of the same ``call`` came: to a place where ``may_stop`` says that it could.
     """
 
     def __init__(
@@ -69,6 +70,7 @@ class Output:
         force: bool,
         resume: bool = False,
         call: Call | None = None,
+        may_stop: Callable[[Place], bool] = lambda place: True,
     ) -> None:
         self.path = path.resolve()  # a link is followed, not replaced
         self.shape = shape
@@ -76,6 +78,7 @@ class Output:
         self.force = force
         self.resume = resume
         self.call = call or {}
+        self.may_stop = may_stop
         self.ending = path.suffix.lower()
         self.finished: Place = (0, 0)
         self._partial = Partial(self.path)
@@ -84,7 +87,9 @@ class Output:
     def __enter__(self) -> Output:
         self._partial.open()
         try:
-            self.finished = self._partial.left(self.call, resume=self.resume, force=self.force)
+            self.finished = self._partial.left(
+                self.call, self.may_stop, resume=self.resume, force=self.force
+            )
         except BaseException:
             self._partial.close(remove=False)
             raise
@@ -113,8 +118,7 @@ class Output:
                 rows, mode="w+", dtype=dtype, shape=self.shape
             )
         size = rows.stat().st_size
-        if not again:
-            _take_room(rows, self._mapped.offset, size)
+        _take_room(rows, self._mapped.offset, size)  # also again: a copy may have holes
         if self.ending != ".npy":
             (self._partial / f"finished{self.ending}").unlink(missing_ok=True)
             reserved = self._partial / "reserved"
@@ -126,12 +130,16 @@ class Output:
         """Map the rows of an earlier run."""
         problem = "another array"
         try:
-            mapped = np.lib.format.open_memmap(rows, mode="r+")
+            # Read-only first: a map that may be written makes a file that is too short longer.
+            found = np.lib.format.open_memmap(rows, mode="r")
         except (ValueError, EOFError) as error:
             problem = f"a damaged file ({error})"
         else:
-            if mapped.shape == self.shape and mapped.dtype == dtype:
-                return mapped
+            size, expected = rows.stat().st_size, found.offset + found.nbytes
+            if size != expected:
+                problem = f"a damaged file ({size:,} bytes instead of {expected:,})"
+            elif found.shape == self.shape and found.dtype == dtype and found.flags.c_contiguous:
+                return np.lib.format.open_memmap(rows, mode="r+")
         raise value_error(
             f"{rows} must hold the rows of the run that was stopped", problem,
             "Pass --force without --resume to start anew.",
@@ -211,7 +219,7 @@ class Output:
 
 
 def _take_room(path: Path, start: int, stop: int) -> None:
-    """Give a file its room on the disk; its bytes from ``start`` on are zero, or not there yet.
+    """Give a file its room on the disk; bytes that are there stay, others become zero.
 
     Pages of a mapped file that find no room when they are written kill the process.
     """
@@ -225,6 +233,9 @@ def _take_room(path: Path, start: int, stop: int) -> None:
             except OSError as error:
                 if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL):
                     raise
-        file.seek(start)
         for position in range(start, stop, _PIECE):
-            file.write(bytes(min(_PIECE, stop - position)))
+            length = min(_PIECE, stop - position)
+            file.seek(position)
+            there = file.read(length)
+            file.seek(position)
+            file.write(there.ljust(length, b"\0"))

@@ -7,7 +7,7 @@ import errno
 import importlib
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -101,20 +101,34 @@ class Partial:
             os.close(self._lock)
             self._lock = None
 
-    def left(self, call: Call, *, resume: bool, force: bool) -> Place:
-        """How far a run came that was stopped; (0, 0) for a new start, with nothing left over."""
-        then, place = ({}, (0, 0)) if force and not resume else self._read()
-        if place > (0, 0) and not resume:
+    def left(
+        self, call: Call, may_stop: Callable[[Place], bool], *, resume: bool, force: bool
+    ) -> Place:
+        """How far a run came that was stopped; (0, 0) for a new start, with nothing left over.
+
+        The journal counts up to its first line that is damaged or names a place where ``may_stop``
+        says that this call never stops; under ``resume`` it is cut there.
+        """
+        head, lines = (b"", []) if force and not resume else self._read()
+        if lines and not resume:
             raise value_error(
                 "an output must be new or be continued",
                 f"{self.folder}, which holds finished rows of a run that was stopped",
                 "Pass --resume to continue it, or --force to start anew.",
             )
-        if resume and place > (0, 0):
-            self._compare(call, then)
-            return place
-        self.clear()
-        return 0, 0
+        length, place = len(head) + 1, (0, 0)
+        if lines:
+            self._compare(call, _parsed(head)["call"])
+        for line in lines:
+            found = _place(line)
+            if found is None or found <= place or not may_stop(found):
+                break
+            length, place = length + len(line) + 1, found
+        if place > (0, 0):
+            os.truncate(self / "journal", length)
+        else:
+            self.clear()
+        return place
 
     def _compare(self, now: Call, then: Call) -> None:
         differ = [
@@ -128,31 +142,28 @@ class Partial:
                 "to start anew.",
             )
 
-    def _read(self) -> tuple[Call, Place]:
-        """The call in the journal and how far it came; what a power loss left of a line is cut."""
+    def _read(self) -> tuple[bytes, list[bytes]]:
+        """First line of the journal, which holds the call, and its other whole lines.
+
+        There are none where the second is not a place: then nothing was recorded.
+        """
         path = self / "journal"
         if not path.exists() or not (self / "rows.npy").exists():
-            return {}, (0, 0)
-        first, *lines = path.read_bytes().split(b"\n")
-        if not lines:  # the first line never ended: nothing was recorded
-            return {}, (0, 0)
-        head = _parsed(first)
+            return b"", []
+        head, *lines = path.read_bytes().split(b"\n")
+        if not lines:  # the first line never ended
+            return b"", []
+        parsed = _parsed(head)
         if (
-            not isinstance(head, dict) or head.get("format") != _FORMAT
-            or not isinstance(head.get("call"), dict)
+            not isinstance(parsed, dict) or parsed.get("format") != _FORMAT
+            or not isinstance(parsed.get("call"), dict)
         ):  # fmt: skip
             raise value_error(
                 f"{path} must be the journal of a run", "one that cannot be read",
                 f"Remove the folder {self.folder} to start anew.",
             )
-        length, place = len(first) + 1, (0, 0)
-        for line in lines[:-1]:
-            found = _parsed(line)
-            if not _is_place(found) or tuple(found) <= place:
-                break
-            length, place = length + len(line) + 1, (found[0], found[1])
-        os.truncate(path, length)
-        return head["call"], place
+        whole = lines[:-1]  # behind the last end of a line is what a power loss left of one
+        return head, whole if whole and _place(whole[0]) else []
 
     def record(self, call: Call, place: Place) -> None:
         """Write down how far a run came; the rows must be on disk already."""
@@ -204,5 +215,9 @@ def _parsed(line: bytes) -> Any:
         return None
 
 
-def _is_place(found: Any) -> bool:
-    return isinstance(found, list) and len(found) == 2 and all(type(x) is int for x in found)
+def _place(line: bytes) -> Place | None:
+    """The place that a line of the journal names; None for one that is damaged."""
+    found = _parsed(line)
+    if not isinstance(found, list) or len(found) != 2 or any(type(x) is not int for x in found):
+        return None
+    return found[0], found[1]

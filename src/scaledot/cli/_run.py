@@ -169,7 +169,8 @@ def run(
         check_storable(output, job.dtype)
         plan = job.plan
         with Output(
-            output, job.out_shape, job.dtype, force=force, resume=resume, call=job.call()
+            output, job.out_shape, job.dtype, force=force, resume=resume, call=job.call(),
+            may_stop=job.may_stop,
         ) as out:
             attend(job, out, timing)
             table = _head_stats.head_stats(job) if stats else None
