@@ -73,7 +73,7 @@ def blockwise_weights(problem: Problem) -> Array:
         for region, part in parts(problem, axes):
             lse = row_lse(xp, part, _fold(xp, part))
             for start, stop in key_slices(part):
-                tile = tile_weights(xp, part.cut(-1, start, stop), lse)
+                tile, _ = tile_weights(xp, part.cut(-1, start, stop), lse)
                 result[(*region, slice(start, stop))] = tile
             result[region] = of_mass_one(xp, part, result[region], lse)
     return result
