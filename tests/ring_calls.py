@@ -147,6 +147,18 @@ def spread(arguments, grad_out, world_size, layout, *, function=ring_attention, 
     return Found(arguments, results, q_shards, kv_shards)
 
 
+def errors_of(world_size, work):
+    """What each rank raised."""
+    def caught(group):
+        try:
+            work(group)
+        except Exception as error:
+            return error
+        return None
+
+    return InProcessRing(world_size, timeout=20).run(caught)
+
+
 def arguments_of(option, dtype="float32", size=SIZE, number=0):
     arrays = size.arrays(np.random.default_rng(number))
     return {n: x.astype(cases.dtype_named(dtype)) for n, x in arrays.items()} | OPTIONS[option]
@@ -155,15 +167,20 @@ def arguments_of(option, dtype="float32", size=SIZE, number=0):
 # Real processes
 
 
-def run_program(path, *arguments, timeout=240, **environment):
+def run_program(path, *arguments, timeout=480, **environment):
     """Run a test file as a program that forks ranks; fail if they hang, return what it said."""
-    here = Path(path).resolve().parent
+    return run_command([path, *map(str, arguments)], timeout=timeout, **environment)
+
+
+def run_command(arguments, *, timeout=480, **environment):
+    """Run Python with arguments that make it start ranks, as above."""
+    here = Path(__file__).resolve().parent
     variables = os.environ | {
         "PYTHONPATH": os.pathsep.join([str(here.parent / "src"), str(here)]),
         "OMP_NUM_THREADS": "1", "SCALEDOT_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo",
     }  # fmt: skip
     process = subprocess.Popen(
-        [sys.executable, path, *map(str, arguments)], env=variables | environment,
+        [sys.executable, *arguments], env=variables | environment,
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True,
     )  # fmt: skip
     try:

@@ -1,6 +1,5 @@
 """What the ranks of a ring agree on, who computes what and when, and how a ring ends."""
 
-import re
 import threading
 import weakref
 
@@ -11,13 +10,12 @@ pytest.importorskip("torch")
 
 import torch
 
-from ring_calls import FUNCTIONS, LAYOUTS, normal, shards_of
+from ring_calls import LAYOUTS, errors_of, normal, shards_of
 from scaledot import _passes, _ring_plan
 from scaledot._ring import ring_attention
 from scaledot._ring_plan import begin, runs_of
 from scaledot._ring_transport import InProcessRing
 from scaledot._spec import Options
-from scaledot._ulysses import ulysses_attention
 
 BY_ROWS = ("query", "key", "value")
 
@@ -286,151 +284,23 @@ def test_zigzag_balances_uneven_lengths(lengths):
         assert abs(done / np.mean(work) - share) <= 0.1
 
 
-# Errors
-
-
-def errors_of(world_size, work):
-    """What each rank raised."""
-    def caught(group):
-        try:
-            work(group)
-        except Exception as error:
-            return error
-        return None
-
-    return InProcessRing(world_size, timeout=20).run(caught)
-
-
-def call(group, function=ring_attention, **changed):
-    """A call in which some arguments of rank 1 differ."""
-    arguments = {name: torch.ones(2, 3, 4) for name in BY_ROWS} | {"layout": "contiguous"}
-    if group.rank == 1:
-        arguments |= changed
-    return function(**arguments, group=group)
-
-
-def ones(*shape, **options):
-    return torch.ones(*shape, **options)
-
-
-DIFFERENT = {
-    "num_heads": {"query": ones(4, 3, 4)},
-    "num_kv_heads": {"key": ones(1, 3, 4), "value": ones(1, 3, 4)},
-    "d_k": {"query": ones(2, 3, 5), "key": ones(2, 3, 5)},
-    "d_v": {"value": ones(2, 3, 2)},
-    "dtype": {name: ones(2, 3, 4, dtype=torch.float64) for name in BY_ROWS},
-    "library": {name: np.ones((2, 3, 4), np.float32) for name in BY_ROWS},
-    "leading axes of value": {"value": ones(1, 2, 3, 4)},
-    "causal and window": {"causal": True},
-    "scale": {"scale": 0.25},
-    "softcap": {"softcap": 0.5},
-    "dropout": {"dropout": 0.5, "seed": 1},
-    "impl": {"impl": "dense"},
-    "layout": {"layout": "zigzag"},
-    "alibi_slopes": {"alibi_slopes": ones(2)},
-    "sinks": {"sinks": ones(2)},
-    "axes of segment_ids before the last": {"segment_ids": torch.zeros(3, dtype=torch.int64)},
-    "dtype and axes of bias, rows left out": {"bias": ones(3, 9)},
-    "requires_grad of (query, key, value, bias, alibi_slopes, sinks)":
-        {"query": ones(2, 3, 4).requires_grad_()},
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("what", DIFFERENT)
-@pytest.mark.parametrize("function", FUNCTIONS)
-def test_a_difference_is_an_error_on_every_rank(what, function):
-    world_size = 2 if what != "num_kv_heads" else 3
-    for error in errors_of(world_size, lambda group: call(group, FUNCTIONS[function],
-                                                          **DIFFERENT[what])):  # fmt: skip
-        assert type(error) is ValueError
-        assert str(error).startswith(f"{what} must be the same on every rank, got ")
-        assert "on rank 1" in str(error)
-
-
-def test_functions_must_be_the_same():
-    for error in errors_of(2, lambda g: call(g, list(FUNCTIONS.values())[g.rank])):
-        assert str(error).startswith("function must be the same on every rank")
-
-
-WRONG = {
-    "dtype": ({"query": ones(2, 3, 4, dtype=torch.int64)}, TypeError, "must share one dtype"),
-    "list": ({"key": [[1.0]]}, TypeError, "key must be one of arrays"),
-    "shape": ({"value": ones(2, 5, 4)}, ValueError, "key and value must have the same length"),
-    "layout": ({"layout": "striped"}, ValueError, "layout must be one of"),
-    "bias rows": ({"bias": ones(2, 9)}, ValueError, "bias must broadcast"),
-    "seed": ({"dropout": 0.5}, ValueError, "dropout needs a seed"),
-    "window": ({"window": 3}, TypeError, "window must be a pair"),
-    "segments": ({"segment_ids": ones(3)}, TypeError, "segment_ids of query must be integers"),
-}
-
-
-@pytest.mark.parametrize("what", WRONG)
-@pytest.mark.parametrize("function", FUNCTIONS)
-def test_an_error_of_one_rank_is_told_to_all(what, function):
-    changed, kind, message = WRONG[what]
-    errors = errors_of(3, lambda group: call(group, FUNCTIONS[function], **changed))
-    assert type(errors[1]) is kind
-    assert message in str(errors[1])
-    for error in (errors[0], errors[2]):
-        assert type(error) is ValueError
-        assert str(error).startswith(
-            "the arguments must be valid on every rank, got an error on rank 1."
-        )
-
-
-@pytest.mark.parametrize("columns", [2, 5])
-def test_columns_of_a_bias(columns):
-    def work(group):
-        x = torch.ones(2, 3, 4)
-        ring_attention(x, x, x, bias=torch.zeros(3, 6 if group.rank else columns), group=group)
-
-    for error in errors_of(2, work):
-        assert str(error) == (
-            "bias must have a column for each of the 6 keys of all ranks, or one, got "
-            f"{columns} on rank 0. Each rank passes its own rows, (..., num_heads, own len_q, "
-            "all keys)."
-        )
-
-
-def test_ulysses_needs_a_key_head_for_each_rank():
-    for error in errors_of(3, lambda group: call(group, ulysses_attention)):
-        assert str(error) == ("num_kv_heads must be at least the number of ranks, 3, got 2. "
-                              "ring_attention splits no heads.")  # fmt: skip
-
-
-def test_groups():
-    x = torch.ones(2, 3, 4)
-    with pytest.raises(ValueError, match=re.escape("group must be a running group of torch.dist")):
-        ring_attention(x, x, x)
-    jax_numpy = pytest.importorskip("jax.numpy")
-    y = jax_numpy.ones((2, 3, 4))
-    with pytest.raises(TypeError, match="ring_attention takes tensors of PyTorch"):
-        InProcessRing(1).run(lambda group: ring_attention(y, y, y, group=group))
-
-
-def test_second_derivatives_are_refused():
-    def work(group):
-        x = torch.ones(2, 3, 4, requires_grad=True)
-        out = ring_attention(x, x, x, group=group)
-        (first,) = torch.autograd.grad(out.square().sum(), x, create_graph=True)
-        first.sum().backward()
-
-    for error in errors_of(2, work):
-        assert "once_differentiable" in str(error)
-
-
 # The ring of threads
 
 
 def test_a_rank_that_fails_ends_the_ring():
+    x = torch.ones(2, 3, 4)
+
+    def attend(group):
+        return ring_attention(x, x, x, group=group)
+
     def work(group):
         if group.rank == 2:
             raise ZeroDivisionError("mine")
-        return call(group)
+        return attend(group)
 
     with pytest.raises(ZeroDivisionError, match="mine"):
         InProcessRing(4).run(work)
-    errors = errors_of(3, lambda group: call(group) if group.rank else None)
+    errors = errors_of(3, lambda group: attend(group) if group.rank else None)
     assert [type(error) for error in errors] == [type(None), ConnectionError, ConnectionError]
 
 
@@ -453,6 +323,26 @@ def test_a_ring_checks_what_arrives():
         InProcessRing(2).run(lambda group: group.rotate([np.ones(2)], [(3,)])())
     with pytest.raises(ValueError, match="world_size must be a positive int, got 0"):
         InProcessRing(0)
+
+
+MODES = {
+    "default": (torch.enable_grad, True, False),
+    "no_grad": (torch.no_grad, False, False),
+    "inference": (torch.inference_mode, False, True),
+}
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_modes_of_the_caller_are_those_of_its_ranks(mode):
+    entered, is_grad, is_inference = MODES[mode]
+    x = torch.ones(2, 3, 4, requires_grad=True)
+
+    def work(group):
+        out = ring_attention(x, x, x, group=group)
+        return torch.is_grad_enabled(), out.requires_grad, out.is_inference()
+
+    with entered():
+        assert InProcessRing(2).run(work) == [(is_grad, is_grad, is_inference)] * 2
 
 
 @pytest.mark.parametrize("hop", [1, 2, 3])

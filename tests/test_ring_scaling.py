@@ -1,5 +1,6 @@
-"""The model of docs/scaling.md, and that the page shows what it says."""
+"""The model of docs/scaling.md, and that the page shows what it and the example say."""
 
+import re
 import sys
 from pathlib import Path
 
@@ -8,6 +9,26 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 if not (ROOT / "benchmarks").is_dir():
     pytest.skip("needs the benchmarks", allow_module_level=True)
+
+
+PAGE = ROOT / "docs" / "scaling.md"
+
+
+@pytest.mark.heavy
+def test_the_program_of_the_page(tmp_path):
+    torch = pytest.importorskip("torch")
+    if not torch.distributed.is_available():
+        pytest.skip("this PyTorch is built without torch.distributed")
+    from ring_calls import run_command
+
+    page = PAGE.read_text(encoding="utf-8")
+    program = re.search(r"```python\n(# ring\.py: torchrun (.*) ring\.py\n.*?)```\n", page, re.S)
+    (tmp_path / "ring.py").write_text(program[1], encoding="utf-8")
+    launch = ["-m", "torch.distributed.run", "--standalone", *program[2].split()]
+    said = run_command([*launch, str(tmp_path / "ring.py")]).splitlines()
+    shown = re.findall(r"^    (rank .*)$", page[program.end() :], re.MULTILINE)[:4]
+    assert sorted(line for line in said if line.startswith("rank ")) == shown
+    assert len(shown) == 4
 
 
 @pytest.fixture
@@ -20,7 +41,7 @@ def model(monkeypatch):
 
 
 def test_the_page_shows_the_predictions(model):
-    page = (ROOT / "docs" / "scaling.md").read_text(encoding="utf-8")
+    page = PAGE.read_text(encoding="utf-8")
     assert "\n".join(model.predictions()) in page
 
 
@@ -61,6 +82,6 @@ def test_memory_in_shards(item_bytes, there, back, model):
     layer = model.Layer(8, 8, 64, item_bytes=item_bytes)
     shards = [x / layer.shard_bytes(1000) for x in model.memory(layer, 1000)]
     assert shards == pytest.approx([there, back])
-    page = (ROOT / "docs" / "scaling.md").read_text(encoding="utf-8")
+    page = PAGE.read_text(encoding="utf-8")
     together = next(line for line in page.splitlines() if line.startswith("| together"))
     assert all(f"{x:.1f}" in together for x in shards)

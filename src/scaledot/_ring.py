@@ -95,7 +95,7 @@ def ring_attention(
     back, gradients of keys and values in float32 travel with them. With key heads enough to part,
     and 8 MiB of keys and values or more, that is less than 4 times its query, key and value.
     Gradients of a bias, of slopes and of sinks are those of this rank's rows: sum those of what is
-    the same on every rank. Second derivatives are an error.
+    the same on every rank. Second derivatives, torch.func and forward mode are errors.
 
     References
     ----------
@@ -104,14 +104,12 @@ def ring_attention(
     Examples
     --------
     >>> import numpy as np, scaledot as sd
-    >>> from scaledot._ring import ring_attention
-    >>> from scaledot._ring_transport import InProcessRing
     >>> x = np.random.default_rng(0).standard_normal((2, 12, 4))
     >>> shards = np.split(x, 3, axis=-2)
     >>> def work(group):
     ...     shard = shards[group.rank]
-    ...     return ring_attention(shard, shard, shard, group=group, causal=True)
-    >>> out = np.concatenate(InProcessRing(3).run(work), axis=-2)
+    ...     return sd.ring_attention(shard, shard, shard, group=group, causal=True)
+    >>> out = np.concatenate(sd.InProcessRing(3).run(work), axis=-2)
     >>> np.allclose(out, sd.attention(x, x, x, causal=True))
     True
     """

@@ -13,10 +13,11 @@ from typing import Any, Literal, NamedTuple, TypeAlias, cast
 
 import numpy as np
 
-from scaledot import _arrays, _masks
+from scaledot import _arrays, _choice, _masks
 from scaledot._errors import type_error, value_error
 from scaledot._masks import visible_range
 from scaledot._ring_transport import Shape, Transport, transport_of
+from scaledot._rules import without_graph
 from scaledot._spec import Options, Problem, Spec, batch_seeds, resolve, seed_halves
 from scaledot._typing import Array
 
@@ -28,9 +29,11 @@ PIECE_BYTES = 2**20  # of keys and values, at least
 ITEM_BYTES = {"float64": 8, "float32": 4}  # others have 2
 
 # What a rank tells the others before the first key travels. All but the last three must agree.
+_GIVEN = {f"is {x} given": x for x in ("bias", "segment_ids", "alibi_slopes", "sinks")}
 _SAME = (
-    "function", "world_size", "layout", "library", "dtype", "num_heads", "num_kv_heads", "d_k",
-    "d_v", "leading axes of query", "leading axes of key", "leading axes of value",
+    "function", "world_size", "layout", "library", "dtype", "byte order of (query, key, value)",
+    "num_heads", "num_kv_heads", "d_k", "d_v", "leading axes of query", "leading axes of key",
+    "leading axes of value", *_GIVEN,
     "requires_grad of (query, key, value, bias, alibi_slopes, sinks)", "causal and window", "scale",
     "softcap", "dropout", "seed", "impl", "alibi_slopes", "sinks",
     "axes of segment_ids before the last", "dtype and axes of bias, rows left out",
@@ -260,15 +263,62 @@ def _alone(
             f"{name} takes tensors of PyTorch, or arrays of NumPy without gradients",
             ", ".join(_arrays.describe(x) for x in (query, key, value)), "Convert them.",
         )
-    # The number of all keys is not known yet, so one column of a bias stands for all.
-    checked = options._replace(bias=_column(options.bias), q_offset=0)
-    problem = resolve(query, key, value, checked)
+    _check_plain(name, query, key, value, options)
+    problem = resolve(query, key, value, options._replace(bias=None, q_offset=0))
+    if options.bias is not None:
+        _check_rows(options.bias, problem.spec)
+    if options.bias is not None or problem.spec.impl == "kernels":
+        # The number of all keys is not known yet, so one column of a bias stands for all.
+        checked = without_graph(options._replace(bias=_column(options.bias), q_offset=0))
+        q, k, v = without_graph((query, key, value))
+        _choice.choose(resolve(q, k, v, checked))
     segments, ids = None, problem.terms.kv_segment
     if ids is not None:
         xp = _arrays.namespace(query)
         ids = xp.astype(ids[..., 0, 0, :], xp.int64)
         segments = xp.broadcast_to(ids, (*ids.shape[:-1], problem.spec.len_kv))
     return problem, segments
+
+
+def _check_plain(name: str, query: Array, key: Array, value: Array, options: Options) -> None:
+    """Raise if PyTorch transforms a tensor, of which the other ranks would know nothing."""
+    given = {"query": query, "key": key, "value": value} | options._asdict()
+    for argument, x in given.items():
+        if any(map(_is_transformed, x if isinstance(x, (tuple, list)) else (x,))):
+            raise type_error(
+                f"{name} must be given plain tensors",
+                f"{argument} inside of a transform (vmap, grad, jvp) or with a tangent",
+                "Other ranks cannot see it: loop instead of vmap, and differentiate with backward "
+                "or torch.autograd.grad.",
+            )
+
+
+def _is_transformed(x: Any) -> bool:
+    torch: Any = sys.modules.get("torch")
+    if _arrays.library(x) != "torch" or torch.compiler.is_compiling():
+        return False
+    forward = torch.autograd.forward_ad
+    return bool(
+        torch._C._functorch.is_functorch_wrapped_tensor(x)
+        or (forward._current_level >= 0 and forward.unpack_dual(x).tangent is not None)
+    )
+
+
+def _check_rows(bias: Any, spec: Spec) -> None:
+    """Raise unless all axes of a bias but its columns, those of all ranks, fit this rank."""
+    if _arrays.library(bias) is None:
+        return
+    fitting = (spec.len_q,) if spec.matrix else (*spec.lead, spec.num_heads, spec.len_q)
+    given = tuple(bias.shape[:-1])
+    if len(given) > len(fitting) or any(
+        m not in (1, n) for m, n in zip(reversed(given), reversed(fitting), strict=False)
+    ):
+        axes = "" if spec.matrix else "..., num_heads, "
+        raise value_error(
+            f"bias must broadcast to ({axes}own len_q, keys of all ranks) = "
+            f"({', '.join(map(str, fitting))}, keys of all ranks)",
+            tuple(bias.shape), "Each rank passes its own rows, and all columns of them.",
+        )
 
 
 def _column(bias: Any) -> Any:
@@ -283,21 +333,24 @@ def _described(
     spec, bias = problem.spec, options.bias
     given = (query, key, value, bias, options.alibi_slopes, options.sinks)
     return {
-        "function": name, "layout": layout, "library": spec.library, "dtype": spec.dtype,
+        "function": name, "layout": str(layout), "library": spec.library, "dtype": spec.dtype,
+        "byte order of (query, key, value)": tuple(map(_byte_order, (query, key, value))),
         "num_heads": spec.num_heads, "num_kv_heads": spec.num_kv_heads, "d_k": spec.d_k,
         "d_v": spec.d_v, "leading axes of query": tuple(query.shape[:-3]),
         "leading axes of key": tuple(key.shape[:-3]),
         "leading axes of value": tuple(value.shape[:-3]),
+        **{told: getattr(options, option) is not None for told, option in _GIVEN.items()},
         "requires_grad of (query, key, value, bias, alibi_slopes, sinks)":
             tuple(is_tracked(x) for x in given),
         "causal and window": (spec.left, spec.right), "scale": spec.scale,
         "softcap": spec.softcap, "dropout": spec.dropout,
-        "seed": _values(options.seed) if spec.dropout else None, "impl": spec.impl,
+        "seed": _seed(options.seed) if spec.dropout else None, "impl": spec.impl,
         "alibi_slopes": _values(options.alibi_slopes), "sinks": _values(options.sinks),
         "axes of segment_ids before the last":
             None if segments is None else tuple(segments.shape[:-1]),
         "dtype and axes of bias, rows left out": None if bias is None else
-            (_arrays.dtype_name(bias), tuple(bias.shape[:-2]), bias.shape[-1:] == (1,)),
+            (_arrays.dtype_name(bias), _byte_order(bias), tuple(bias.shape[:-2]),
+             "one column" if bias.shape[-1:] == (1,) else "all columns"),
         "len_q": spec.len_q, "len_kv": spec.len_kv,
         "keys of bias": 0 if bias is None else bias.shape[-1] if bias.ndim else 1,
     }  # fmt: skip
@@ -314,6 +367,17 @@ def is_tracked(*arrays: Any) -> bool:
 def _values(x: Any) -> Any:
     """An option's values, comparable by their representation."""
     return x if x is None or _arrays.library(x) is None else np.asarray(_arrays.host(x)).tolist()
+
+
+def _seed(x: Any) -> Any:
+    """An int, whatever its type, or the seeds of the entries of a batch."""
+    return int(x) if _arrays.library(x) is None else np.atleast_1d(_values(x)).tolist()
+
+
+def _byte_order(x: Array) -> str:
+    """Order of the bytes that travel: arrays of NumPy are sent as they lie in memory."""
+    first = x.dtype.str[0] if isinstance(x, np.ndarray) else "="
+    return {"<": "little", ">": "big"}.get(first, sys.byteorder)
 
 
 def _number(x: Any) -> int:
@@ -347,6 +411,12 @@ def _agree(transport: Transport, fields: dict[str, Any], table: list[list[int]])
         other = next((rank for rank, n in enumerate(numbers) if n != numbers[0]), None)
         if name in _OWN or other is None:
             continue
+        if name in _GIVEN:
+            raise value_error(
+                f"{_GIVEN[name]} must be given on every rank or on none",
+                f"none on rank {', '.join(str(r) for r, n in enumerate(numbers) if not n)}",
+                "Each rank passes what belongs to its own tokens, or to all heads.",
+            )
         if max(numbers) < 2**31:
             given = ", ".join(f"{n} on rank {rank}" for rank, n in enumerate(numbers))
         else:

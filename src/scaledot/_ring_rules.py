@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
+
+from scaledot._errors import value_error
 
 Forward = Callable[..., tuple[Tensor, ...]]
 """``forward(*tensors) -> results``, without graph."""
@@ -29,15 +30,48 @@ class _Rule(torch.autograd.Function):
         return results
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *grads: Any) -> Any:
+        if any(map(_is_batched, grads)):
+            raise value_error(
+                "gradients of attention over several ranks must be computed one by one",
+                "a batch of them (vmap, is_grads_batched)",
+                "Loop over them: every rank takes part in each.",
+            )
         saved = ctx.saved_tensors
         tensors, results = saved[: ctx.count], saved[ctx.count :]
-        filled = [
-            torch.zeros_like(result) if grad is None else grad
-            for result, grad in zip(results, grads, strict=True)
-        ]
-        return (None, None, *ctx.back(tensors, results, filled, ctx.needed))
+        with torch.no_grad():
+            filled = [
+                torch.zeros_like(result) if grad is None else grad
+                for result, grad in zip(results, grads, strict=True)
+            ]
+            found = ctx.back(tensors, results, filled, ctx.needed)
+        if torch.is_grad_enabled():
+            apply: Callable[..., tuple[Any, ...]] = _Once.apply
+            found = apply(len(found), *found, *tensors, *grads)
+        return (None, None, *found)
+
+
+class _Once(torch.autograd.Function):
+    """``(count, *gradients, *what they depend on) -> gradients``, which have no derivatives."""
+
+    @staticmethod
+    def forward(ctx: Any, count: int, *given: Any) -> Any:
+        return tuple(given[:count])
+
+    @staticmethod
+    def backward(*_: Any) -> Any:
+        raise value_error(
+            "attention over several ranks must be differentiated once",
+            "a second derivative",
+            "Detach its gradients, or call attention on one process, which has second ones.",
+        )
+
+
+def _is_batched(grad: Any) -> bool:
+    functorch: Any = torch._C._functorch
+    return grad is not None and (
+        functorch.is_functorch_wrapped_tensor(grad) or functorch.is_legacy_batchedtensor(grad)
+    )
 
 
 def differentiable(forward: Forward, backward: Backward, *tensors: Any) -> tuple[Tensor, ...]:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import contextvars
 import functools
 import queue
+import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol, TypeVar, cast
 
 import numpy as np
@@ -118,18 +120,13 @@ class ProcessGroupRing:
             for start, tensors, peer in ((dist.isend, sent, to), (dist.irecv, received, source))
             for x in tensors if x.numel()
         ]  # fmt: skip
-        works = dist.batch_isend_irecv(operations) if operations else []
+        with self._noting(to, source):  # a peer may be known to be dead before a message starts
+            works = dist.batch_isend_irecv(operations) if operations else []
 
         def wait() -> list[Array]:
-            try:
+            with self._noting(to, source):
                 for work in works:
                     work.wait()
-            except RuntimeError as error:
-                error.add_note(
-                    f"scaledot: rank {self.rank} of {self.world_size} was sending to process {to} "
-                    f"and receiving from process {source}; one of them has failed or is late."
-                )
-                raise
             sent.clear()  # what was sent had to live until now
             return [
                 _from_bytes(y, x, shape) if isinstance(x, np.ndarray) else y
@@ -137,6 +134,18 @@ class ProcessGroupRing:
             ]
 
         return wait
+
+    @contextlib.contextmanager
+    def _noting(self, to: int, source: int) -> Iterator[None]:
+        """Add to errors of messages between whom they were."""
+        try:
+            yield
+        except RuntimeError as error:
+            error.add_note(
+                f"scaledot: rank {self.rank} of {self.world_size} was sending to process {to} "
+                f"and receiving from process {source}; one of them has failed or is late."
+            )
+            raise
 
     def _tensor(self, x: Array) -> Any:
         """Contiguous tensor; an array of NumPy is sent as bytes, whatever its dtype."""
@@ -171,11 +180,10 @@ class InProcessRing:
 
     Examples
     --------
-    >>> import numpy as np
-    >>> from scaledot._ring_transport import InProcessRing
+    >>> import numpy as np, scaledot as sd
     >>> def pass_on(member):
     ...     return member.rotate([np.array([member.rank])], [(1,)])()[0].item()
-    >>> InProcessRing(3).run(pass_on)
+    >>> sd.InProcessRing(3).run(pass_on)
     [2, 0, 1]
     """
 
@@ -187,6 +195,8 @@ class InProcessRing:
 
     def run(self, function: Callable[[Transport], T]) -> list[T]:
         """Call a function in one thread for each rank and return its results in rank order.
+
+        Context variables, and whether PyTorch records graphs, are those of the caller.
 
         Parameters
         ----------
@@ -208,10 +218,12 @@ class InProcessRing:
         members = [_Member(rank, count, queues, self.timeout) for rank in range(count)]
         results: list[Any] = [None] * count
         errors: list[BaseException | None] = [None] * count
+        modes = _torch_modes()
 
         def work(member: _Member) -> None:
             try:
-                results[member.rank] = function(member)
+                with modes():
+                    results[member.rank] = function(member)
             except BaseException as error:  # raised again by the caller's thread
                 errors[member.rank] = error
             member.leave()
@@ -229,6 +241,21 @@ class InProcessRing:
         for found in sorted(raised, key=lambda e: isinstance(e, ConnectionError)):
             raise found
         return results
+
+
+def _torch_modes() -> Callable[[], contextlib.AbstractContextManager[None]]:
+    """What puts another thread into the modes of this one: PyTorch holds them by thread."""
+    torch: Any = sys.modules.get("torch")
+    if torch is None:
+        return contextlib.nullcontext
+    is_inference, is_grad = torch.is_inference_mode_enabled(), torch.is_grad_enabled()
+
+    @contextlib.contextmanager
+    def entered() -> Iterator[None]:
+        with torch.inference_mode(is_inference), torch.set_grad_enabled(is_grad):
+            yield
+
+    return entered
 
 
 class _Member:

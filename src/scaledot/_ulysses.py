@@ -74,14 +74,12 @@ def ulysses_attention(
     Examples
     --------
     >>> import numpy as np, scaledot as sd
-    >>> from scaledot._ring_transport import InProcessRing
-    >>> from scaledot._ulysses import ulysses_attention
     >>> x = np.random.default_rng(0).standard_normal((2, 12, 4))
     >>> shards = np.split(x, 2, axis=-2)
     >>> def work(group):
     ...     shard = shards[group.rank]
-    ...     return ulysses_attention(shard, shard, shard, group=group, causal=True)
-    >>> out = np.concatenate(InProcessRing(2).run(work), axis=-2)
+    ...     return sd.ulysses_attention(shard, shard, shard, group=group, causal=True)
+    >>> out = np.concatenate(sd.InProcessRing(2).run(work), axis=-2)
     >>> np.allclose(out, sd.attention(x, x, x, causal=True))
     True
     """
