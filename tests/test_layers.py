@@ -24,17 +24,17 @@ LAYERS = (
     ("_spec", "_family_checks"),
     ("_masks", "_scores", "_state"),
     ("_reference", "_kernels"),
-    ("_blockwise", "_launch"),
-    ("_derivatives",),
+    ("_blockwise", "_launch", "_stats_view"),
+    ("_derivatives", "_stats"),
     ("_bridges",),
-    ("_choice", "_packed", "_page_kernels", "_code_kernels",
-     "_kernel_gradients"),
+    ("_choice", "_packed", "_page_kernels", "_code_kernels", "_kernel_gradients",
+     "_stat_kernels"),
     ("_passes",),
     ("_torch_ops", "_torch_closures", "_packed_gradients"),
     ("_torch_rules", "_jax_rules"),
     ("_torch_packed",),
     ("_rules",),
-    ("_attention", "_explain"),
+    ("_attention", "_attention_stats", "_explain"),
     ("_chunks", "_gradients"),
     ("_cache_memory", "_cache_file", "_ring_transport"),
     ("_cache_checks", "_cache_attention", "_ring_plan", "_ring_rules"),
@@ -47,7 +47,8 @@ LAYERS = (
     ("__main__",),
 )
 HEIGHT = {name: height for height, names in enumerate(LAYERS) for name in names}
-TOGETHER = ("cli", "lessons", "_kernels")  # packages whose modules may import one another
+# Packages whose modules may import one another.
+TOGETHER = ("cli", "introspect", "lessons", "plot", "report", "_kernels")
 PURE = ("_masks", "_scores", "_state")  # mathematics that runs on arrays of any library
 ARRAY_LIBRARIES = {
     "array_api_compat", "array_api_strict", "cupy", "dask", "jax", "jaxlib", "ml_dtypes", "sparse",
