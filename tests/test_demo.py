@@ -1,4 +1,4 @@
-"""The demo: what it prints about a real sentence, and where its picture goes."""
+"""The demo: what it prints about a real sentence, and where its picture and report go."""
 
 import importlib.util
 import re
@@ -11,6 +11,7 @@ import naive
 from compare import EPS, assert_close
 from scaledot.lessons import _sentence
 from test_plot import pixels
+from test_report import codes_of, data_of
 
 typer = pytest.importorskip("typer")
 testing = pytest.importorskip("typer.testing")
@@ -49,6 +50,12 @@ def attended(output):
     pair = re.compile(r"(\S+) ([01]\.\d{3})")
     lines = [(line.split()[0], pair.findall(line)) for line in output.splitlines() if line.strip()]
     return [(token, found) for token, found in lines if found and token in TOKENS]
+
+
+def line_of(output, start):
+    """The one line that starts so."""
+    (line,) = [line for line in output.splitlines() if line.startswith(start)]
+    return line
 
 
 def test_heads(run):
@@ -146,7 +153,7 @@ def test_without_torch(run, monkeypatch):
 def test_picture(run, tmp_path):
     pytest.importorskip("matplotlib")
     result = run()
-    assert result.output.splitlines()[-1] == "Picture of layer 3, head 1: scaledot-demo.png"
+    assert line_of(result.output, "Picture") == "Picture of layer 3, head 1: scaledot-demo.png"
     image = pixels(tmp_path / "scaledot-demo.png")
     assert len(np.unique(image.reshape(-1, 3), axis=0)) > 100
     assert all((e == 255).all() for e in (image[0], image[-1], image[:, 0], image[:, -1]))
@@ -159,11 +166,11 @@ def test_the_default_picture_takes_the_next_free_name(run, tmp_path):
     result = run()
     assert result.exit_code == 0
     assert "scaledot-demo.png exists and stays as it is" in result.output
-    assert result.output.splitlines()[-1].endswith(": scaledot-demo-2.png")
+    assert line_of(result.output, "Picture").endswith(": scaledot-demo-2.png")
     assert (tmp_path / "scaledot-demo.png").read_bytes() == b"old"
     assert (tmp_path / "scaledot-demo-1.png").read_bytes() == b"old"
     assert (tmp_path / "scaledot-demo-2.png").read_bytes().startswith(b"\x89PNG")
-    assert run("--force").output.splitlines()[-1].endswith(": scaledot-demo.png")
+    assert line_of(run("--force").output, "Picture").endswith(": scaledot-demo.png")
     assert (tmp_path / "scaledot-demo.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -203,10 +210,73 @@ def test_without_matplotlib(run, monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     result = run()
     assert result.exit_code == 0
-    last = result.output.splitlines()[-1]
-    assert last.startswith("No picture: ")
-    assert "pip install 'scaledot[plot]'" in last
-    assert not list(tmp_path.iterdir())
+    assert "pip install 'scaledot[plot]'" in line_of(result.output, "No picture: ")
+    assert [path.name for path in tmp_path.iterdir()] == ["attention.html"]
     result = run("--plot", tmp_path / "a.png")
     assert result.exit_code == 2
     assert "pip install 'scaledot[plot]'" in result.stderr
+
+
+@pytest.fixture
+def quick(run, monkeypatch):
+    """Run ``demo`` without its measurements."""
+    monkeypatch.setattr(cli_demo, "_compare", lambda console, data: None)
+    return run
+
+
+def test_the_report_has_every_head(quick, tmp_path):
+    result = quick()
+    assert result.output.splitlines()[-2:] == [
+        "Report of all 6 × 12 heads: attention.html",
+        "Open it in a browser and look at layer 3, head 1: “it” looks at “animal” there.",
+    ]
+    data = data_of((tmp_path / "attention.html").read_text(encoding="utf-8"))
+    assert data["title"] == "The animal didn't cross the street because it was too tired."
+    assert data["queries"] == data["keys"] == TOKENS
+    sentence = _sentence.load()
+    it, animal = TOKENS.index("it"), TOKENS.index("animal")
+    for layer in range(6):
+        query, key = sentence.query[layer].astype(float), sentence.key[layer].astype(float)
+        truth = naive.attention(query, key, key)[2]
+        steps = np.array(data["layers"][layer]["steps"])[:, None, None]
+        found = np.exp(-codes_of(data, layer, "<u2").astype(float) * steps)
+        # A code is off by half at most, which is a share of the weight.
+        assert (np.abs(found - truth) <= 0.51 * steps * truth).all()
+        if layer == 3:
+            assert found[1, it].argmax() == animal
+
+
+def test_the_default_report_takes_the_next_free_name(quick, tmp_path):
+    (tmp_path / "attention.html").write_bytes(b"old")
+    result = quick()
+    assert "attention.html exists and stays as it is (--force replaces it)." in result.output
+    assert line_of(result.output, "Report").endswith(": attention-1.html")
+    assert (tmp_path / "attention.html").read_bytes() == b"old"
+    assert (tmp_path / "attention-1.html").read_bytes().startswith(b"<!doctype html>")
+    assert line_of(quick("--force").output, "Report").endswith(": attention.html")
+    assert (tmp_path / "attention.html").read_bytes().startswith(b"<!doctype html>")
+
+
+def test_a_named_report_is_replaced_only_with_force(quick, tmp_path):
+    path = tmp_path / "mine.html"
+    path.write_bytes(b"old")
+    result = quick("--report", path)
+    assert result.exit_code == 2
+    assert result.stdout == ""
+    assert "--force" in result.stderr
+    assert path.read_bytes() == b"old"
+    assert ".html" in quick("--report", tmp_path / "mine.pdf").stderr
+    assert quick("--report", path, "--force").exit_code == 0
+    assert path.read_bytes().startswith(b"<!doctype html>")
+    assert not (tmp_path / "attention.html").exists()
+
+
+def test_no_report(quick, tmp_path):
+    result = quick("--no-report")
+    assert result.exit_code == 0
+    assert "Report" not in result.output
+    assert not list(tmp_path.glob("*.html"))
+    result = quick("--no-report", "--report", tmp_path / "a.html")
+    assert result.exit_code == 2
+    assert "--no-report must not be given together" in result.stderr
+    assert result.stdout == ""

@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from scaledot import _arrays
+from scaledot import _arrays, _stats_view
 from scaledot._blockwise import BLOCK_Q, grid, parts, whole_rows
 from scaledot._reference import Weighed, dense_rows, distances
 from scaledot._spec import Problem, Spec, accumulation
@@ -74,6 +74,10 @@ class Stats(NamedTuple):
     received_last: Array | None
     sink_mass: Array
     block_map: Array | None
+
+    def _repr_html_(self) -> str:
+        """Table for notebooks, one row for each of the first heads."""
+        return _stats_view.html(self)
 
 
 class Wanted(NamedTuple):

@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from scaledot import plot
+from scaledot import introspect, plot, report
 from scaledot._attention import attention, attention_weights
 from scaledot._errors import value_error
 from scaledot._explain import explain
@@ -24,6 +24,7 @@ from scaledot.lessons._measure import best_seconds, extra_memory
 from scaledot.lessons._sentence import Sentence, load
 
 DEFAULT_PICTURE = "scaledot-demo.png"
+DEFAULT_REPORT = "attention.html"
 
 TELLING = {
     (3, 1): "it → animal",
@@ -56,8 +57,19 @@ def demo(
             help=f"Where to draw, .png or .svg; otherwise {DEFAULT_PICTURE} or the next free name.",
         ),
     ] = None,
+    page: Annotated[
+        Path | None,
+        typer.Option(
+            "--report", metavar="FILE",
+            help="Where to write the report of all heads, a .html file; otherwise "
+            f"{DEFAULT_REPORT} or the next free name.",
+        ),
+    ] = None,
+    without_report: Annotated[
+        bool, typer.Option("--no-report", help="Write no report.")
+    ] = False,
     force: Annotated[
-        bool, typer.Option("--force", help="Replace the picture if it exists.")
+        bool, typer.Option("--force", help="Replace the picture and the report if they exist.")
     ] = False,
     layer: Annotated[int, typer.Option(help="Layer of the head to draw, from 0.")] = 3,
     head: Annotated[int, typer.Option(help="Head to draw, from 0.")] = 1,
@@ -70,15 +82,23 @@ def demo(
             f"--layer must be 0 to {num_layers - 1} and --head 0 to {num_heads - 1}",
             f"{layer} and {head}", "Both count from 0.",
         )
+    if page is not None and without_report:
+        raise value_error("--report and --no-report must not be given together", "both",
+                          "Leave one out.")  # fmt: skip
     if picture is not None:  # before the work
         plot.check_target(picture, overwrite=force)
         plot.axes()
+    if page is not None:
+        report.check_target(page, overwrite=force)
     console = Console(highlight=False, markup=False)
     _introduce(console, data)
     weights = attention_weights(data.query, data.key)  # (layers, heads, len, len)
     _show_heads(console, data, weights, (layer, head))
     _compare(console, data)
-    _draw(console, data, weights[layer, head], (layer, head), picture, force)
+    typer.echo()
+    _draw(data, weights[layer, head], (layer, head), picture, force)
+    if not without_report:
+        _report(data, page, force)
 
 
 def _introduce(console: Console, data: Sentence) -> None:
@@ -202,33 +222,36 @@ def _comparison(rows: list[Row]) -> Table:
 
 
 def _draw(
-    console: Console,
-    data: Sentence,
-    weights: Floats,
-    place: tuple[int, int],
-    picture: Path | None,
-    force: bool,
+    data: Sentence, weights: Floats, place: tuple[int, int], picture: Path | None, force: bool
 ) -> None:
     """Draw one head, or say in one line why not."""
     title = f"Layer {place[0]}, head {place[1]}: who looks at whom"
     try:
         drawing = plot.weights(weights, data.tokens, title=title)
     except ImportError as error:
-        typer.echo(f"\nNo picture: {error}")
+        typer.echo(f"No picture: {error}")
         return
-    target = _free_name(force) if picture is None else picture
+    target = _free_name(DEFAULT_PICTURE, force) if picture is None else picture
     plot.save(drawing, target, overwrite=force)
-    if picture is None and target.name != DEFAULT_PICTURE:
-        typer.echo(f"\n{DEFAULT_PICTURE} exists and stays as it is (--force replaces it).")
-    else:
-        console.print()
     typer.echo(f"Picture of layer {place[0]}, head {place[1]}: {target}")
 
 
-def _free_name(force: bool) -> Path:
-    """Return the default name in the current folder or, unless forced, the next free one."""
-    path = Path(DEFAULT_PICTURE)
-    if force:
+def _report(data: Sentence, page: Path | None, force: bool) -> None:
+    """Write what all heads do on the sentence, and say where to look."""
+    trace = introspect.trace(data.query, data.key, tokens=data.tokens, title=data.sentence)
+    target = _free_name(DEFAULT_REPORT, force) if page is None else page
+    report.write(trace, target, overwrite=force)
+    typer.echo(
+        f"Report of all {len(trace.layers)} × {trace.layers[0].num_heads} heads: {target}\n"
+        "Open it in a browser and look at layer 3, head 1: “it” looks at “animal” there."
+    )
+
+
+def _free_name(name: str, force: bool) -> Path:
+    """Return a name in the current folder or, unless forced, the next free one, and say so."""
+    path = Path(name)
+    if force or not path.exists():
         return path
+    typer.echo(f"{name} exists and stays as it is (--force replaces it).")
     names = (path.with_stem(f"{path.stem}-{i}") for i in itertools.count(1))
-    return next(p for p in itertools.chain([path], names) if not p.exists())
+    return next(p for p in names if not p.exists())

@@ -115,12 +115,12 @@ def open_inputs(files: list[Path], mask: str | None, bias: str | None) -> Inputs
         paths |= {k: Path(v) for k, v in (("mask", mask), ("bias", bias)) if v is not None}
         found = {name: _open_npy(path) for name, path in paths.items()}
     elif len(files) == 1 and endings[0] in (".npz", ".safetensors"):
-        opening = _open_npz if endings[0] == ".npz" else _open_safetensors
+        opening = open_npz if endings[0] == ".npz" else open_safetensors
         with opening(files[0]) as opened:
-            found = {name: _pick(opened, files[0], name, name, name[0]) for name in OPERANDS}
+            found = {name: pick(opened, files[0], name, name, name[0]) for name in OPERANDS}
             for name, wanted in (("mask", mask), ("bias", bias)):
                 if wanted is not None:
-                    found[name] = _pick(opened, files[0], name, wanted)
+                    found[name] = pick(opened, files[0], name, wanted)
     else:
         raise value_error(
             "INPUT must be one .npz file, one .safetensors file or three .npy files",
@@ -131,7 +131,7 @@ def open_inputs(files: list[Path], mask: str | None, bias: str | None) -> Inputs
     )
 
 
-def _pick(
+def pick(
     opened: Mapping[str, Callable[[], Source]], path: Path, role: str, *names: str
 ) -> Source:
     """Open the first of these names that the file holds."""
@@ -174,7 +174,7 @@ def _open_npy(path: Path) -> Source:
 
 
 @contextmanager
-def _open_npz(path: Path) -> Iterator[dict[str, Callable[[], Source]]]:
+def open_npz(path: Path) -> Iterator[dict[str, Callable[[], Source]]]:
     """Arrays of an archive: large ones are mapped, unless they are compressed, others loaded."""
     _check_file(path)
     with _reading(path, ".npz file"):
@@ -226,7 +226,7 @@ def _mapped_member(archive: zipfile.ZipFile, path: Path, name: str) -> NDArrayAn
 
 
 @contextmanager
-def _open_safetensors(path: Path) -> Iterator[dict[str, Callable[[], Source]]]:
+def open_safetensors(path: Path) -> Iterator[dict[str, Callable[[], Source]]]:
     """Arrays of a safetensors file, which stays open for as long as one of them is in use."""
     _check_file(path)
     safetensors = safetensors_module()

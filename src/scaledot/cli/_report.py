@@ -58,7 +58,7 @@ def show(
     table.add_column(overflow="fold")
     for name, text in [*_arrays(job), *_plan(job, plan), *_cost(plan, timing)]:
         table.add_row(name, rich.text.Text(text))
-    table.add_row("output", rich.text.Text(f"{output} ({_bytes(size)})"))
+    table.add_row("output", rich.text.Text(f"{output} ({as_bytes(size)})"))
     console.print(table)
     if stats is not None:
         console.print()
@@ -103,9 +103,9 @@ def _cost(plan: scaledot.Plan, timing: Timing) -> list[tuple[str, str]]:
     parts = []
     peak = peak_memory()
     if peak is not None:
-        parts.append(f"{_bytes(peak)} resident")
+        parts.append(f"{as_bytes(peak)} resident")
     if timing.anonymous:
-        parts.append(f"{_bytes(timing.anonymous)} anonymous, between blocks")
+        parts.append(f"{as_bytes(timing.anonymous)} anonymous, between blocks")
     if parts:
         lines.append(("peak memory", "; ".join(parts)))
     return lines
@@ -126,5 +126,5 @@ def _stats_table(stats: HeadStats) -> rich.table.Table:
     return table
 
 
-def _bytes(count: int) -> str:
+def as_bytes(count: int) -> str:
     return f"{count / 2**20:,.1f} MiB" if count >= 2**20 else f"{count / 2**10:,.1f} KiB"

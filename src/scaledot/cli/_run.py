@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -18,9 +20,13 @@ from scaledot.cli._job import Job
 from scaledot.cli._output import Output, check_output, check_storable
 
 
-def _dtype_of(inputs: Inputs, asked: str | None) -> np.dtype[Any]:
-    """Dtype of the work: the one asked for, else the one that query, key and value share."""
-    sources = {name: inputs.given[name] for name in OPERANDS}
+def dtype_of(inputs: Inputs, asked: str | None) -> np.dtype[Any]:
+    """Dtype of the work: the one asked for, else the one that query, key and value share.
+
+    Where no value is read, the key stands in its place.
+    """
+    read = OPERANDS if inputs.value is not inputs.key else OPERANDS[:2]
+    sources = {name: inputs.given[name] for name in read}
     if asked is not None:
         if asked not in FLOATS:
             raise value_error(
@@ -38,13 +44,14 @@ def _dtype_of(inputs: Inputs, asked: str | None) -> np.dtype[Any]:
     if len(names) > 1 or not names <= set(FLOATS):
         given = ", ".join(f"{name} {source.dtype.name}" for name, source in sources.items())
         raise type_error(
-            f"query, key and value must share one dtype of {', '.join(FLOATS)}", given,
+            f"{', '.join(read[:-1])} and {read[-1]} must share one dtype of {', '.join(FLOATS)}",
+            given,
             "Pass --dtype float32 to convert them.",
         )
     return inputs.query.dtype.newbyteorder("=")
 
 
-def _window(text: str | None) -> tuple[int | None, int | None] | None:
+def window_of(text: str | None) -> tuple[int | None, int | None] | None:
     if text is None:
         return None
     sides = [side.strip().lower() for side in text.split(",")]
@@ -126,6 +133,20 @@ Threads = Annotated[
 ]
 
 
+@contextlib.contextmanager
+def limited(threads: int | None) -> Iterator[None]:
+    """Compute with so many threads; None leaves their number as it is."""
+    if threads is not None and threads < 1:
+        raise value_error("--threads must be at least 1", threads, "Leave it out to use all.")
+    before = scaledot.get_num_threads()
+    if threads is not None:
+        scaledot.set_num_threads(threads)
+    try:
+        yield
+    finally:
+        scaledot.set_num_threads(before)
+
+
 def run(
     inputs: InputFiles,
     output: OutputFile,
@@ -153,17 +174,12 @@ def run(
     either the next run is an error. Other failures leave the folder only under --resume.
     """
     timing = Timing()
-    threads_before = scaledot.get_num_threads()
-    if threads is not None:
-        if threads < 1:
-            raise value_error("--threads must be at least 1", threads, "Leave it out to use all.")
-        scaledot.set_num_threads(threads)
-    try:
+    with limited(threads):
         check_output(output, force=force)
         opened = open_inputs(inputs, mask, bias)
         job = Job(
-            opened, _dtype_of(opened, dtype),
-            {"causal": causal, "window": _window(window), "scale": scale, "softcap": softcap,
+            opened, dtype_of(opened, dtype),
+            {"causal": causal, "window": window_of(window), "scale": scale, "softcap": softcap,
              "impl": impl},
         )
         check_storable(output, job.dtype)
@@ -176,5 +192,3 @@ def run(
             table = _head_stats.head_stats(job) if stats else None
             size = out.commit()
         _report.show(job, plan, timing, output, size, table)
-    finally:
-        scaledot.set_num_threads(threads_before)

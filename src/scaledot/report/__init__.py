@@ -15,7 +15,7 @@ from scaledot.report import _data, _page, _target
 MAX_BYTES = 2_000_000
 """Size of a page in bytes, at most, unless told otherwise."""
 
-__all__ = ["MAX_BYTES", "html", "write"]
+__all__ = ["MAX_BYTES", "check_target", "html", "write"]
 
 
 def html(trace: introspect.Trace, *, max_bytes: int = MAX_BYTES) -> str:
@@ -101,19 +101,42 @@ def write(
     ------
     TypeError
         As in `html`.
-    ValueError
-        As in `html`, or the ending is another one.
-    OSError
-        The folder does not exist, the file exists and must stay, or the path is a folder.
+    ValueError, OSError
+        As in `html` and in `check_target`.
 
     Examples
     --------
     >>> report.write(trace, "attention.html")  # doctest: +SKIP
     """
-    target = _target.check(path, overwrite=overwrite)
+    target = check_target(path, overwrite=overwrite)
     page = html(trace, max_bytes=max_bytes)
     _target.place(page.encode(), target, overwrite=overwrite)
     return target
+
+
+def check_target(path: str | os.PathLike[str], *, overwrite: bool = False) -> Path:
+    """Raise unless `write` can write there, before any work is done for the page.
+
+    Parameters
+    ----------
+    path : str or path
+        Ends in ``.html``; its folder exists.
+    overwrite : bool
+        Whether a file that exists may be replaced.
+
+    Returns
+    -------
+    pathlib.Path
+        The file; a link is followed.
+
+    Raises
+    ------
+    ValueError
+        The ending is another one, or the folder is not writable.
+    OSError
+        The folder does not exist, the file exists and must stay, or the path is a folder.
+    """
+    return _target.check(path, overwrite=overwrite)
 
 
 def _check(trace: introspect.Trace, max_bytes: int) -> None:

@@ -27,7 +27,10 @@ def check(path: str | os.PathLike[str], *, overwrite: bool) -> Path:
         )
     if target.exists() and not overwrite:
         raise _exists(target)
-    return target.resolve()
+    target = target.resolve()
+    if not os.access(target.parent, os.W_OK | os.X_OK):
+        raise value_error("the report's folder must be writable", target.parent, "Choose another.")
+    return target
 
 
 def place(content: bytes, target: Path, *, overwrite: bool) -> None:

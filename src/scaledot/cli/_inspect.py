@@ -1,0 +1,289 @@
+"""``scaledot inspect``: a report on what each head looks at, for arrays in files."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import time
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy as np
+import typer
+
+import scaledot
+from scaledot import _stream, introspect, report
+from scaledot._errors import type_error, value_error
+from scaledot.cli import _files, _report, _run
+from scaledot.cli._job import EVERY, Job, Part
+from scaledot.cli._progress import Progress
+
+FINEST = 512
+"""Rows and columns of a block map, at most."""
+
+FINER = 16
+"""Cells of the block maps for each byte of the report, which joins them to what fits."""
+
+SHOWN = 5
+"""Findings of one kind that are printed."""
+
+Tokens = tuple[str, ...] | None
+
+InputFiles = Annotated[
+    list[Path],
+    typer.Argument(
+        metavar="INPUT",
+        help="A .npz or .safetensors file that holds query and key (or q and k), or .npy files in "
+        "this order. A value may be there, as for run; it is not read.",
+    ),
+]
+OutputFile = Annotated[
+    Path, typer.Option("--output", "-o", metavar="OUTPUT", help="The report, a .html file.")
+]
+TokensFile = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="FILE",
+        help="Tokens of the queries: a list in a .json file, else UTF-8 text with one a line.",
+    ),
+]
+KeyTokensFile = Annotated[
+    Path | None,
+    typer.Option(metavar="FILE", help="Tokens of the keys, where they are not the queries'."),
+]
+Title = Annotated[
+    str | None, typer.Option(metavar="TEXT", help="Heading, by default the name of the one INPUT.")
+]
+LayerAxis = Annotated[
+    int | None,
+    typer.Option(
+        metavar="N",
+        help="Axis of the layers, from 0, for arrays of five axes or more; of the other leading "
+        "axes entry 0 is shown. By default the only leading axis that is longer than 1.",
+    ),
+]
+MaxBytes = Annotated[int, typer.Option(metavar="N", help="Size of the report, at most.")]
+Force = Annotated[bool, typer.Option("--force", help="Replace OUTPUT if it exists.")]
+
+
+def inspect(
+    inputs: InputFiles,
+    output: OutputFile,
+    tokens: TokensFile = None,
+    key_tokens: KeyTokensFile = None,
+    title: Title = None,
+    layer_axis: LayerAxis = None,
+    causal: _run.Causal = False,
+    window: _run.Window = None,
+    scale: _run.Scale = None,
+    softcap: _run.Softcap = None,
+    mask: _run.Mask = None,
+    bias: _run.Bias = None,
+    dtype: _run.Dtype = None,
+    impl: _run.Impl = "auto",
+    max_bytes: MaxBytes = report.MAX_BYTES,
+    force: Force = False,
+    threads: _run.Threads = None,
+) -> None:
+    """Show in one HTML page what each head looks at.
+
+    Arrays of four axes are (num_layers, num_heads, len, d); a batch in place of the layers is shown
+    as if its entries were layers. Arrays of three axes are one layer, of two axes one head.
+
+    The page needs no network. It holds all weights where they fit, else maps of them, which are
+    computed in memory that is linear in the length. Findings, heads that do something well known,
+    are printed too.
+    """
+    started = time.perf_counter()
+    with _run.limited(threads):
+        target = report.check_target(output, overwrite=force)
+        opened = _opened(inputs, mask, bias)
+        scalars = {"causal": causal, "window": _run.window_of(window), "scale": scale,
+                   "softcap": softcap, "impl": impl}  # fmt: skip
+        job = Job(opened, _run.dtype_of(opened, dtype), scalars)
+        layers = _layers(job, layer_axis)
+        names = _names(job, tokens, key_tokens)
+        if title is None:
+            title = inputs[0].name if len(inputs) == 1 else ""
+        trace = introspect.Trace(_looked_at(job, layers, max_bytes), *names, title)
+        report.write(trace, target, overwrite=force, max_bytes=max_bytes)
+    _show(trace, job.dtype.name)
+    seconds, size = time.perf_counter() - started, target.stat().st_size
+    typer.echo(f"\nReport: {output} ({_report.as_bytes(size)}), after {seconds:.3g} s")
+
+
+def _opened(files: list[Path], mask: str | None, bias: str | None) -> _files.Inputs:
+    """Find query, key and the arrays of options; the key stands in for the value."""
+    endings = [file.suffix.lower() for file in files]
+    if endings in ([".npy"] * 2, [".npy"] * 3):
+        opened = _files.open_inputs([*files, *files[1:]][:3], mask, bias)
+        return dataclasses.replace(opened, value=opened.key)
+    if endings not in ([".npz"], [".safetensors"]):
+        raise value_error(
+            "INPUT must be one .npz file, one .safetensors file, or two or three .npy files",
+            " ".join(map(str, files)),
+            "Pass one file with query and key, or .npy files in this order.",
+        )
+    opening = _files.open_npz if endings == [".npz"] else _files.open_safetensors
+    with opening(files[0]) as arrays:
+        query, key = (_files.pick(arrays, files[0], n, n, n[0]) for n in ("query", "key"))
+        terms = (
+            None if name is None else _files.pick(arrays, files[0], role, name)
+            for role, name in (("mask", mask), ("bias", bias))
+        )
+        return _files.Inputs(query, key, key, *terms)
+
+
+def _layers(job: Job, axis: int | None) -> list[Part]:
+    """Check the call; return each layer, all its heads."""
+    _ = job.plan  # raises where arrays and options do not fit
+    lead, shape = job.out_shape[:-3], job.out_shape[:-1]
+    if 0 in (*shape, job.len_kv):
+        raise value_error(
+            "there must be at least one layer, head, query and key",
+            f"query {job.inputs.query.shape}, key {job.inputs.key.shape}", "Nothing can be shown.",
+        )
+    if axis is None:
+        several = [i for i, n in enumerate(lead) if n > 1]
+        if len(several) > 1:
+            raise value_error(
+                "only one axis before (num_heads, len, d) may be longer than 1",
+                f"{lead}", "Choose the axis of the layers with --layer-axis.",
+            )
+        axis = several[0] if several else 0
+    elif not 0 <= axis < len(lead):
+        raise value_error(
+            "--layer-axis must be one of the axes before (num_heads, len, d)",
+            f"{axis} with {len(lead)} such axes", "Axes count from 0.",
+        )
+    num_heads = shape[-2] if len(shape) > 1 else 1
+    kv_heads = _kv_heads(job)
+    return [
+        Part(
+            tuple(slice(i, i + 1) if a == axis else slice(0, 1) for a in range(len(lead))),
+            EVERY, num_heads // kv_heads, kv_heads,
+        )
+        for i in range(lead[axis] if lead else 1)
+    ]  # fmt: skip
+
+
+def _kv_heads(job: Job) -> int:
+    shape = job.inputs.key.shape
+    return int(shape[-3]) if len(shape) > 2 else 1
+
+
+def _names(job: Job, tokens: Path | None, key_tokens: Path | None) -> tuple[Tokens, Tokens]:
+    """Tokens of the queries and of the keys, one for each."""
+    queries = None if tokens is None else _read_tokens(tokens)
+    keys = None if key_tokens is None else _read_tokens(key_tokens)
+    for option, file, found, length, of in (
+        ("--tokens", tokens, queries, job.len_q, "queries"),
+        ("--key-tokens", key_tokens, keys, job.len_kv, "keys"),
+    ):
+        if found is not None and len(found) != length:
+            raise value_error(
+                f"{option} must hold one token for each of the {length:,} {of}",
+                f"{len(found):,} in {file}", "Each line is a token, an empty one too.",
+            )
+    if queries is not None and keys is None and job.len_kv != job.len_q:
+        raise value_error(
+            f"--key-tokens must be there for {job.len_kv:,} keys beside {job.len_q:,} queries",
+            "--tokens alone", "Write the tokens of the keys to a file, too.",
+        )
+    return queries, keys
+
+
+def _read_tokens(file: Path) -> tuple[str, ...]:
+    """Read tokens from a list in JSON or from lines; the last line may end or not."""
+    try:
+        text = file.read_text(encoding="utf-8-sig")
+        found = json.loads(text) if file.suffix.lower() == ".json" else text.split("\n")
+    except ValueError as error:
+        raise value_error(
+            f"{file} must be UTF-8 text, and JSON where its name ends in .json",
+            f"one that cannot be read ({error})", "Write it again.",
+        ) from None
+    if file.suffix.lower() != ".json":
+        return tuple(found[:-1] if found[-1] == "" else found)
+    kinds = {type(token) for token in found} if isinstance(found, list) else {type(found)}
+    if not isinstance(found, list) or not kinds <= {str, int}:
+        raise type_error(
+            f"{file} must hold a list of strings, or of the numbers of tokens",
+            ", ".join(sorted(kind.__name__ for kind in kinds)), 'Write ["the", "animal"].',
+        )
+    return tuple(map(str, found))
+
+
+def _looked_at(job: Job, layers: list[Part], max_bytes: int) -> tuple[introspect.Layer, ...]:
+    """Look at each layer: with query and key where a report can hold all weights, else maps."""
+    part = layers[0]
+    heads = len(layers) * part.pairs * part.group
+    whole = heads * job.len_q * job.len_kv * 2 <= max_bytes  # two bytes for each weight
+    side = min(FINEST, max(1, math.isqrt(FINER * max(0, max_bytes) // heads)))
+    found = []
+    with Progress("attention", heads * job.len_q, "rows of weights") as progress:
+        for number, part in enumerate(layers):
+            name = f"layer {number}" if job.out_shape[:-3] else "attention"
+            if whole:
+                found.append(_kept(job, part, name))
+            else:
+                rows = number * (heads // len(layers)) * job.len_q
+                found.append(_mapped(job, part, name, side, progress, rows))
+    return tuple(found)
+
+
+def _kept(job: Job, part: Part, name: str) -> introspect.Layer:
+    """Look at a layer and keep its query and key."""
+    options = job.options(part, slice(0, job.len_q))
+    return introspect.look(job.operand("query", part), job.operand("key", part), name=name,
+                           **options)  # fmt: skip
+
+
+def _mapped(
+    job: Job, part: Part, name: str, side: int, progress: Progress, done: int
+) -> introspect.Layer:
+    """Look at a layer, one key head after the other; keep statistics and block maps only."""
+    shape = (min(side, job.len_q), min(side, job.len_kv))
+    found = []
+    for head in range(part.pairs):
+        heads = EVERY if part.pairs == 1 else slice(head, head + 1)
+        group = Part(part.lead, heads, part.group, 1)
+        query, key = job.operand("query", group), job.operand("key", group)
+        options = job.options(group, slice(0, job.len_q))
+        found.append(introspect.look(query, key, name=name, map_shape=shape, **options))
+        done += part.group * job.len_q
+        progress.update(done, done)
+        _stream.give_back(query, key)
+        found[-1] = dataclasses.replace(found[-1], query=None, key=None)
+    options = {n: x for n, x in found[0].options.items() if n not in ("mask", "bias")}
+    fields = zip(*(layer.stats for layer in found), strict=True)
+    return introspect.Layer(name, scaledot.Stats(*map(_joined, fields)), options=options)
+
+
+def _joined(heads: tuple[Any, ...]) -> Any:
+    """Statistics of all heads of a layer from those of some; keys and counts in 32 bits."""
+    if heads[0] is None:
+        return None
+    joined = np.concatenate(heads)
+    return joined.astype(np.int32) if joined.dtype.kind == "i" else joined
+
+
+def _show(trace: introspect.Trace, dtype: str) -> None:
+    """Print shapes, and for each kind of finding the heads with the highest scores."""
+    first = trace.layers[0]
+    typer.echo(
+        f"layers {len(trace.layers):,}, heads {first.num_heads:,}, queries {first.len_q:,}, keys "
+        f"{first.len_kv:,}, {dtype}\n"
+    )
+    found = introspect.findings(trace)
+    if not found:
+        typer.echo("No head does one of: " + ", ".join(introspect.KINDS))
+    for kind in introspect.KINDS:
+        heads = sorted((f for f in found if f.kind == kind), key=lambda f: -f.score)
+        for f in heads[:SHOWN]:
+            typer.echo(
+                f"{kind:<16} {trace.layers[f.layer].name}, head {f.head} (score {f.score:.2f})"
+            )
+        if len(heads) > SHOWN:
+            typer.echo(f"{kind:<16} and {len(heads) - SHOWN:,} more, in the report")
