@@ -26,7 +26,6 @@ LAYOUTS = ("contiguous", "zigzag")
 
 MOST_PIECES = 8
 PIECE_BYTES = 2**20  # of keys and values, at least
-ITEM_BYTES = {"float64": 8, "float32": 4}  # others have 2
 
 # What a rank tells the others before the first key travels. All but the last three must agree.
 _GIVEN = {f"is {x} given": x for x in ("bias", "segment_ids", "alibi_slopes", "sinks")}
@@ -156,7 +155,7 @@ class Shards:
         ones cost more messages than they save memory, and leave little to the threads of a rank.
         """
         spec, numbers = self.problem.spec, itertools.count()
-        token = ITEM_BYTES.get(spec.dtype, 2) * math.prod(spec.lead) * (spec.d_k + spec.d_v)
+        token = _arrays.itemsize(spec.dtype) * math.prod(spec.lead) * (spec.d_k + spec.d_v)
         sent, read = (
             min(MOST_PIECES, token * max(lengths) * heads // PIECE_BYTES)
             for lengths, heads in (

@@ -122,7 +122,7 @@ def prepare(problem: Problem, *, rounded: bool, with_lse: bool = False) -> Prepa
 def _item(spec: Spec, numbers: Any) -> tuple[int, int]:
     """Bytes of a number in the result, and the code of its dtype."""
     name = spec.dtype if numbers is None else numbers.name
-    return {"float64": 8, "float32": 4}.get(name, 2), DTYPES[name]
+    return _arrays.itemsize(name), DTYPES[name]
 
 
 def prepared(
