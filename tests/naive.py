@@ -139,18 +139,18 @@ def stats(weights, visible, distance, sink_weights, *, top_k, last, map_shape):
     found["top_weights"] = np.zeros((len_q, top_k))
     rows, columns = map_shape or (1, 1)
     found["block_map"] = np.zeros((rows, columns))
+    sizes = [sum(i * rows // len_q == row for i in range(len_q)) for row in range(rows)]
     for i in range(len_q):
         largest = sorted((float(w) for w in weights[i]), key=lambda w: (w == w, -w))[:top_k]
         found["top_weights"][i, : len(largest)] = largest
         found["max_weight"][i] = found["top_weights"][i, 0]
         row = i * rows // len_q
-        count = sum(n * rows // len_q == row for n in range(len_q))
         for j in range(len_kv):
             w = float(weights[i, j])
             if w != 0:
                 found["entropy"][i] -= w * math.log(w) if w == w else math.nan
             found["mean_distance"][i] += w * float(distance[i, j])
-            found["block_map"][row, j * columns // len_kv] += w / count
+            found["block_map"][row, j * columns // len_kv] += w / sizes[row]
     top = found["max_weight"]
     return found | {
         "saturation": top * (1 - top), "visible": visible.sum(axis=-1),

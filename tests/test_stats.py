@@ -149,37 +149,59 @@ def assert_same(a, b):
         assert x is None or np.array_equal(x, y, equal_nan=True), name
 
 
-@pytest.mark.parametrize("shape", [(400, 300), (48, 128), (193, 129), (1, 300)])
+def weights_of(query, key, causal=False, window=None):
+    """Weights in float64, in plain NumPy; also which keys are seen, and how far they are."""
+    query, key = query.astype(np.float64), key.astype(np.float64)
+    first = key.shape[-2] - query.shape[-2]
+    apart = first + np.arange(query.shape[-2])[:, None] - np.arange(key.shape[-2])
+    seen = np.ones(apart.shape, dtype=bool)
+    if causal:
+        seen &= apart >= 0
+    if window is not None:
+        seen &= (apart <= window[0]) & (apart >= -window[1])
+    scores = np.where(seen, query @ key.mT / np.sqrt(query.shape[-1]), -np.inf)
+    with np.errstate(invalid="ignore"):
+        powers = np.exp(scores - scores.max(axis=-1, keepdims=True))
+    powers = np.where(seen, powers, 0)
+    total = powers.sum(axis=-1, keepdims=True)
+    weights = np.divide(powers, total, out=np.zeros_like(powers), where=total > 0)
+    return weights, np.broadcast_to(seen, weights.shape), np.abs(apart)
+
+
+@pytest.mark.parametrize("shape", [(200, 300), (48, 128), (193, 129), (1, 300)])
 @pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16"])
 def test_many_tiles(shape, dtype):
-    """Lengths with several tasks, tiles and bins beside the definition in array operations."""
+    """Lengths with several tasks, tiles and bins beside loops over weights."""
     len_q, len_kv = shape
-    query = some(4, len_q, 16).astype(cases.dtype_named(dtype))
-    key = some(2, len_kv, 16, seed=1).astype(cases.dtype_named(dtype))
-    for options in ({}, {"causal": True, "last": 70}, {"window": (100, 3), "last": len_q}):
-        wanted = {"map_shape": (min(len_q, 7), min(len_kv, 11)), "top_k": 5} | options
-        wide = sd.attention_stats(query.astype(np.float64), key.astype(np.float64), impl="dense",
-                                  **wanted)  # fmt: skip
-        eps = EPS["float64" if dtype == "float64" else "float32"]
+    query = some(2, len_q, 16).astype(cases.dtype_named(dtype))
+    key = some(1, len_kv, 16, seed=1).astype(cases.dtype_named(dtype))
+    eps = EPS["float64" if dtype == "float64" else "float32"]
+    for options, last in (({}, 1), ({"causal": True}, 70), ({"window": (100, 3)}, len_q)):
+        wanted = {"map_shape": (min(len_q, 7), min(len_kv, 11)), "top_k": 5, "last": last}
+        weights, seen, apart = weights_of(query, key, **options)
+        # Scores of up to some units carry a rounding each.
+        size = float(np.abs(query.astype(float) @ key.astype(float).mT).max() / 4)
+        truth, yardstick = (
+            [naive.stats(w * factor, s, apart, np.zeros(len_q), **wanted)
+             for w, s in zip(weights, seen, strict=True)]
+            for factor in (1.0, 1 + eps * (1 + size))
+        )  # fmt: skip
         for impl in ("blockwise", "kernels"):
-            got = sd.attention_stats(query, key, impl=impl, **wanted)
-            for name, x in got._asdict().items():
-                if name == "top_keys":
-                    weights = sd.attention_weights(query, key, **{
-                        n: o for n, o in options.items() if n != "last"})  # fmt: skip
-                    found = np.take_along_axis(weights, np.maximum(x, 0), axis=-1)
-                    x, truth = np.where(x < 0, 0, found), wide.top_weights
-                else:
-                    truth = getattr(wide, name)
-                if x is not None:
-                    # Scores carry a rounding each, relative to their size of a few units.
-                    assert_close(x, truth, truth * (1 + 4 * eps), eps=eps, len_kv=len_kv)
+            got = sd.attention_stats(query, key, impl=impl, **options, **wanted)
+            for name in truth[0]:
+                known, loose = (np.stack([x[name] for x in some]) for some in (truth, yardstick))
+                assert_close(getattr(got, name), known, loose, eps=eps, len_kv=len_kv)
+            found = np.take_along_axis(weights, np.maximum(got.top_keys, 0), axis=-1)
+            known, loose = (np.stack([x["top_weights"] for x in s]) for s in (truth, yardstick))
+            assert np.array_equal(got.top_keys < 0, known == 0)
+            assert_close(np.where(got.top_keys < 0, 0, found), known, loose, eps=eps,
+                         len_kv=len_kv)  # fmt: skip
 
 
 def test_a_map_of_the_matrix_is_its_weights(impl):
     query, key = some(2, 50, 8), some(2, 70, 8, seed=1)
     stats = sd.attention_stats(query, key, causal=True, map_shape=(50, 70), impl=impl)
-    weights = sd.attention_weights(query, key, causal=True, impl="dense")
+    weights, _, _ = weights_of(query, key, causal=True)
     assert_close(stats.block_map, weights, eps=EPS["float32"], len_kv=70)
 
 
@@ -226,7 +248,10 @@ def test_nan_reaches_the_rows_and_keys_that_see_it(impl):
     assert (got.top_keys[10:] == -1).all()
     assert np.array_equal(got.visible, clean.visible)
     assert np.isnan(got.received).all()  # each key is seen by a query that sees the nan
-    assert np.isnan(got.block_map[1:]).all() or np.isnan(got.block_map[1:]).any(axis=0).all()
+    # Each bin of 15 queries has one that sees it; keys from 160 on are seen from query 20 on.
+    cells = np.ones((4, 5), dtype=bool)
+    cells[0, 4] = False
+    assert np.array_equal(np.isnan(got.block_map), cells)
 
 
 def test_hidden_nan_cannot_matter(impl):
@@ -290,11 +315,31 @@ def test_statistics_carry_no_graph():
     assert not any(y.requires_grad for y in stats if y is not None)
 
 
-def test_pickle_and_tree():
+def test_pickle():
     stats = sd.attention_stats(some(5, 4), some(7, 4), map_shape=(2, 3))
     assert_same(pickle.loads(pickle.dumps(stats)), stats)
     with pytest.raises(AttributeError):
         stats.lse = None
+
+
+def test_trees():
+    torch, tree = pytest.importorskip("torch"), pytest.importorskip("torch.utils._pytree")
+    stats = sd.attention_stats(torch.ones(5, 4), torch.ones(7, 4))
+    halved = tree.tree_map(lambda x: None if x is None else x / 2, stats)
+    assert isinstance(halved, sd.Stats)
+    assert torch.equal(halved.received, stats.received / 2)
+    assert halved.block_map is None
+
+
+@pytest.mark.heavy
+def test_stats_go_through_jax():
+    jax = pytest.importorskip("jax")
+    x = jax.numpy.asarray(some(2, 6, 4))
+    stats = sd.attention_stats(x, x)
+    inside = jax.jit(lambda x: sd.attention_stats(x, x))(x)
+    assert isinstance(inside, sd.Stats)
+    assert_close(inside.entropy, stats.entropy, eps=EPS["float32"], len_kv=6)
+    assert jax.tree.map(lambda x: x + 1, stats).visible.tolist() == [[7] * 6] * 2
 
 
 def test_auto_takes_kernels_and_blockwise(monkeypatch):
