@@ -226,6 +226,7 @@ OTHERS = {
     "attention_stats": [
         *each(ValueError, "top_k must be at least 1", top_k=[0, -3]),
         *each(TypeError, "top_k must be a positive integer", top_k=[2.0, True, None, np.True_]),
+        *each(ValueError, "top_k must be at most 1048576", top_k=[2**20 + 1, 2**62]),
         *each(ValueError, "last must be at least 1", last=[0, -1]),
         *each(TypeError, "last must be a positive integer", last=["2", False]),
         *each(TypeError, "map_shape must be a pair of integers", map_shape=[64, (1, 2, 3), "ab"]),

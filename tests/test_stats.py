@@ -11,6 +11,7 @@ import naive
 import scaledot as sd
 from compare import EPS, as_float64, assert_close
 from conftest import IMPLEMENTATIONS
+from scaledot import _blockwise
 from test_attention import COMBINATIONS, NAMES, combination_arguments, score_floor
 
 WANTED = {"top_k": 3, "last": 2}
@@ -234,6 +235,43 @@ def test_ascending_and_descending_weights(impl):
     assert np.array_equal(stats.top_keys, np.tile([499, 498, 497], (100, 1)))
     stats = sd.attention_stats(np.ones((100, 1)), rising[::-1], top_k=3, impl=impl)
     assert np.array_equal(stats.top_keys, np.tile([0, 1, 2], (100, 1)))
+
+
+def test_sums_over_many_keys(impl):
+    """A hundred thousand equal keys: sums of small numbers do not drift."""
+    count = 20_000 if impl != "kernels" else 100_000
+    query, key = np.zeros((1, 3, 8), np.float32), np.zeros((1, count, 8), np.float32)
+    stats = sd.attention_stats(query, key, map_shape=(1, 1), q_offset=0, impl=impl)
+    eps = EPS["float32"]
+    assert_close(stats.entropy, np.full((1, 3), np.log(count)), eps=eps, len_kv=count)
+    away = [[np.abs(np.arange(count) - i).mean() for i in range(3)]]
+    assert_close(stats.mean_distance, np.array(away), eps=eps, len_kv=count)
+    assert_close(stats.block_map, np.ones((1, 1, 1)), eps=eps, len_kv=count)
+
+
+def test_share_of_a_sink_beside_large_scores(impl):
+    """At 1e8 neighbouring numbers of float32 are 8 apart, so lse says nothing of eight keys."""
+    query = np.zeros((1, 8, 4), np.float32)
+    options = {"bias": np.full((8, 8), 1e8), "sinks": np.array([1e8]), "impl": impl}
+    stats = sd.attention_stats(query, query, **options)
+    assert_close(stats.sink_mass, np.array([2 / 9]), eps=EPS["float32"], len_kv=9)
+
+
+def test_windows_leave_tiles_out(monkeypatch):
+    """`blockwise` goes over the keys that a block of queries may see, and no others."""
+    query, key = some(1, 600, 8), some(1, 6000, 8, seed=1)
+    plain = sd.attention_stats(query, key, window=(40, 0), impl="kernels")
+    widths, weigh = [], _blockwise.tile_weights
+
+    def watched(xp, problem, lse):
+        widths.append(problem.spec.len_kv)
+        return weigh(xp, problem, lse)
+
+    monkeypatch.setattr(_blockwise, "tile_weights", watched)
+    stats = sd.attention_stats(query, key, window=(40, 0), impl="blockwise")
+    assert sum(widths) <= 2 * 3 * _blockwise.BLOCK_KV
+    assert np.array_equal(stats.visible, plain.visible)
+    assert_close(stats.received, plain.received, eps=EPS["float32"], len_kv=6000)
 
 
 def test_nan_reaches_the_rows_and_keys_that_see_it(impl):

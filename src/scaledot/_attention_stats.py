@@ -13,6 +13,9 @@ from scaledot._spec import Options, Problem, complete, resolve
 from scaledot._stats import Stats, Wanted
 from scaledot._typing import Array, Impl, MaskMod, Offsets, ScoreMod
 
+MOST = 2**20
+"""Largest ``top_k``."""
+
 
 def attention_stats(
     query: Array,
@@ -109,7 +112,10 @@ def attention_stats(
 
 def _wanted(query: Any, key: Any, top_k: Any, last: Any, map_shape: Any) -> Wanted:
     """Check what is asked for."""
-    top_k = _positive("top_k", top_k, "Pass 8 for the eight largest weights of each query.")
+    hint = "Pass 8 for the eight largest weights of each query."
+    top_k = _positive("top_k", top_k, hint)
+    if top_k > MOST:
+        raise value_error(f"top_k must be at most {MOST}", top_k, hint)
     if last is not None:
         last = _positive("last", last, "Pass the number of queries to count apart, such as 32.")
     if map_shape is None:

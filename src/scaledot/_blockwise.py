@@ -81,10 +81,16 @@ def blockwise_weights(problem: Problem) -> Array:
 
 def whole_rows(xp: Any, problem: Problem) -> Weighed:
     """Rows of weights of a part that holds all keys, one block of keys after the other."""
+    spec, slices = problem.spec, key_slices(problem) or [(0, 0)]
     lse = lse_with_sinks(xp, problem, _fold(xp, problem))
     rows = over_rows(xp, lse)
-    blocks = [tile_weights(xp, part, rows) for _, part in _cuts(problem, -1, BLOCK_KV)]
-    weights = xp.concat([block for block, _ in blocks], axis=-1)
+    blocks = [tile_weights(xp, problem.cut(-1, *part), rows) for part in slices]
+    pieces = [block for block, _ in blocks]
+    kind = {"dtype": pieces[0].dtype, **_arrays.device_of(problem.query)}
+    low, high = slices[0][0], slices[-1][1]
+    pieces.insert(0, xp.zeros((*spec.scores_shape[:-1], low), **kind))
+    pieces.append(xp.zeros((*spec.scores_shape[:-1], spec.len_kv - high), **kind))
+    weights = xp.concat([x for x in pieces if x.shape[-1]] or pieces, axis=-1)
     visible = functools.reduce(lambda a, b: a + b, [count for _, count in blocks])
     return Weighed(lse, of_mass_one(xp, problem, weights, rows), visible)
 

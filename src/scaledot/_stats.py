@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
 
 from scaledot import _arrays, _stats_view
 from scaledot._blockwise import BLOCK_Q, grid, parts, whole_rows
-from scaledot._reference import Weighed, dense_rows, distances
+from scaledot._reference import Weighed, dense_rows, distances, is_large
 from scaledot._spec import Problem, Spec, accumulation
 from scaledot._typing import Array
 
@@ -22,6 +25,8 @@ BLOCK_SCORES = 2**21
 
 Part = tuple[int, int]
 """Start and stop."""
+
+Floats: TypeAlias = npt.NDArray[np.float64]
 
 
 class Stats(NamedTuple):
@@ -45,7 +50,7 @@ class Stats(NamedTuple):
         ``max_weight · (1 - max_weight)``, the largest entry of the softmax's Jacobian
         ``diag(w) - w wᵀ``: near 0 no gradient reaches the scores of a query that sees several keys.
     visible : integer array, shape (..., num_heads, len_q)
-        Number of keys that may be seen.
+        Number of keys that may be seen and whose score is above -inf.
     received : array, shape (..., num_heads, len_kv)
         Weight on each key, summed over the queries.
     received_last : array, shape (..., num_heads, len_kv), or None
@@ -88,10 +93,25 @@ class Wanted(NamedTuple):
     map_shape: tuple[int, int] | None
 
 
+def bin_edges(length: int, count: int) -> list[int]:
+    """Where bins of a length start and stop: place i is in bin ``i * count // length``."""
+    return [-(-length * i // count) for i in range(count + 1)]
+
+
 def bins(length: int, count: int) -> list[Part]:
     """Start and stop of each of ``count`` bins of a length."""
-    edges = [-(-length * i // count) for i in range(count + 1)]
-    return list(itertools.pairwise(edges))
+    return list(itertools.pairwise(bin_edges(length, count)))
+
+
+def pooled(maps: Floats, counts: Floats, rows: Sequence[int], columns: Sequence[int]) -> Floats:
+    """Join rows and columns of NumPy arrays (..., rows, columns) from the given starts on.
+
+    Rows become means, in which each weighs as much as it counts; columns add up.
+    """
+    sums = np.add.reduceat(maps * counts[:, None], rows, axis=-2)
+    means = sums / np.add.reduceat(counts, rows)[:, None]
+    joined: Floats = np.add.reduceat(means, columns, axis=-1)
+    return joined
 
 
 def finished(
@@ -102,16 +122,26 @@ def finished(
     top = rows["max_weight"]
     mass = xp.sum(received[..., : min(1, spec.len_kv)], axis=-1) / max(1, spec.len_q)
     if sinks is not None:
-        # A sink of -inf takes nothing, and a row without anything has no weights.
-        sinks = xp.broadcast_to(sinks[..., 0], lse.shape)
-        share = xp.exp(sinks - lse)
-        nothing = (sinks == -math.inf) | (lse == -math.inf)
-        share = xp.where(nothing, xp.zeros_like(share), share)
-        mass = mass + xp.sum(share, axis=-1) / max(1, spec.len_q)
+        mass = mass + _on_sinks(xp, sinks[..., 0], lse, received) / max(1, spec.len_q)
     return Stats(
         lse=lse, saturation=top * (1 - top), received=received, received_last=received_last,
         sink_mass=mass, block_map=block_map, **rows,
     )  # fmt: skip
+
+
+def _on_sinks(xp: Any, sinks: Array, lse: Array, received: Array) -> Array:
+    """Weight on the sinks (..., num_heads, 1), summed over the queries, (lead, num_heads)."""
+    sinks = xp.broadcast_to(sinks, lse.shape)
+    share = xp.exp(sinks - lse)
+    # A sink of -inf takes nothing, and a row without anything has no weights.
+    nothing = (sinks == -math.inf) | (lse == -math.inf)
+    share = xp.sum(xp.where(nothing, xp.zeros_like(share), share), axis=-1)
+    # Where lse is so large that its rounding shows, the sink has what the keys leave.
+    rows = xp.sum(xp.astype(lse != -math.inf, share.dtype), axis=-1)
+    rest = rows - xp.sum(received, axis=-1)
+    rest = xp.where(rest < 0, xp.zeros_like(rest), rest)
+    is_rounded = xp.any(is_large(xp, lse), axis=-1) & xp.any(sinks != -math.inf, axis=-1)
+    return xp.where(is_rounded, rest, share)
 
 
 def dense_stats(problem: Problem, wanted: Wanted) -> Stats:

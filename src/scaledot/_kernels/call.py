@@ -77,8 +77,8 @@ INTEGERS = (
     # Of statistics: arrays of the pairs in order, sums of 0 that are added to.
     "top_k", "top_weights", "top_keys",  # (pairs, len_q, top_k), of the kind's numbers and int64
     "entropy", "mean_distance", "visible",  # (pairs, len_q), the last int64
-    "last", "received", "received_last",  # (pairs, len_kv)
-    "map_rows", "map_columns", "cells",  # (pairs, map_rows, map_columns)
+    "last", "received", "received_last",  # float64 (pairs, len_kv)
+    "map_rows", "map_columns", "cells",  # float64 (pairs, map_rows, map_columns)
     "map_most",  # rows of the map that a task has a part in, at most
     "workers", "scratch", "scratch_bytes",  # of each worker
     "status",  # int64: what went wrong

@@ -1,6 +1,6 @@
 """What the weights of each query and on each key are like, without keeping the weights.
 
-A task is `SUBS` blocks of queries of one pair. Each block goes over its keys twice: first for the
+A task is some blocks of queries of one pair. Each block goes over its keys twice: first for the
 maximum and the sum of its softmax, as the forward pass does, then for what the weights tell. Sums
 over queries are made in the worker's own memory and added to those of the pair in the order of the
 tasks, whichever worker has done them, so that their bits do not depend on the number of threads.
@@ -20,15 +20,16 @@ from scaledot._kernels.forward import load_keys, score_tile, start_queries
 from scaledot._kernels.jit import inlined, intrinsic, kernel, separate
 from scaledot._kernels.kinds import (
     BLOCK_KV,
-    SUBS,
     Double,
     Pairs,
     Single,
+    doubles_at,
     lanes,
     longs_at,
     number,
     numbers,
     size,
+    subs,
     vectors,
     words_at,
 )
@@ -53,26 +54,30 @@ class Room(NamedTuple):
 
     lines: int  # (LINES, span); those of VISIBLE are integers of the same width
     hits: int  # uint32 (NR, BLOCK_KV): a bit for each lane whose weight may be one of the largest
+    best: int  # (top_k, span): the largest weights of each query, the largest first
+    which: int  # (top_k, span) integers of the same width: their keys
     received: int  # (len_kv,)
     received_last: int  # (len_kv,), where it is asked for
-    cells: int  # (map_most, map_columns): of the map's rows that the task has a part in
+    cells: int  # float64 (map_most, map_columns): of rows of the map that the task has a part in
 
 
 def room_sizes(
-    lane: int, number: int, len_kv: int, last: int, most: int, columns: int
+    lane: int, number: int, len_kv: int, top_k: int, last: int, most: int, columns: int
 ) -> tuple[int, ...]:
     """Bytes of each array of `Room`; ``most`` rows of the map have a part in one task."""
+    span = NR * lane
     return (
-        LINES * NR * lane * number, 4 * NR * BLOCK_KV, number * len_kv,
-        number * len_kv if last else 0, number * most * columns,
+        LINES * span * number, 4 * NR * BLOCK_KV, top_k * span * number, top_k * span * number,
+        number * len_kv, number * len_kv if last else 0, 8 * most * columns,
     )  # fmt: skip
 
 
 def room_bytes(
-    lane: int, number: int, d_k: int, len_q: int, len_kv: int, last: int, most: int, columns: int
-) -> int:
+    lane: int, number: int, d_k: int, len_q: int, len_kv: int, top_k: int, last: int, most: int,
+    columns: int,
+) -> int:  # fmt: skip
     """Bytes of a worker's memory, that of `Scratch` included; a multiple of a cache line."""
-    more = room_sizes(lane, number, len_kv, last, most, columns)
+    more = room_sizes(lane, number, len_kv, top_k, last, most, columns)
     return scratch_bytes(lane, number, d_k, 0, len_q) + sum(-(-n // LINE) * LINE for n in more)
 
 
@@ -83,13 +88,18 @@ _sizes = inlined(room_sizes)
 def room_of(kind, call, scratch):  # type: ignore[no-untyped-def]
     """Addresses in the memory of one worker, behind those of `Scratch`."""
     sizes = _sizes(
-        lanes(kind), size(kind), call.len_kv, call.last, call.map_most, call.map_columns
-    )
+        lanes(kind), size(kind), call.len_kv, call.top_k, call.last, call.map_most,
+        call.map_columns,
+    )  # fmt: skip
     lines = up(scratch.row_keys + 8 * NR * lanes(kind))
     hits = lines + up(sizes[0])
-    received = hits + up(sizes[1])
-    received_last = received + up(sizes[2])
-    return Room(lines, hits, received, received_last, received_last + up(sizes[3]))
+    best = hits + up(sizes[1])
+    which = best + up(sizes[2])
+    received = which + up(sizes[3])
+    received_last = received + up(sizes[4])
+    return Room(
+        lines, hits, best, which, received, received_last, received_last + up(sizes[5])
+    )
 
 
 @intrinsic
@@ -130,12 +140,14 @@ def tally(context: Any, kind: Any, column: Any, stride: Any, count: Any, lines: 
                 far = b.fsub(far, v.const(1.0))
             return [entropy, reach, visible, far, found]
 
-        sums = [v.load(b, line, at[ENTROPY]), v.load(b, line, at[REACH]),
-                v.load(b, counts, at[VISIBLE], v.integer), start, I32(0)]  # fmt: skip
+        # Each tile is summed from zero: one sum over all keys would round worse than the yardstick.
+        zero = v.const(0.0)
+        sums = [zero, zero, v.iconst(0), start, I32(0)]
         entropy, reach, visible, _, found = simd.loop(b, args[3], UNROLL, sums, body)
-        v.store(b, line, at[ENTROPY], entropy)
-        v.store(b, line, at[REACH], reach)
-        v.store(b, counts, at[VISIBLE], visible)
+        for which, more in ((ENTROPY, entropy), (REACH, reach)):
+            v.store(b, line, at[which], b.fadd(v.load(b, line, at[which]), more))
+        before = v.load(b, counts, at[VISIBLE], v.integer)
+        v.store(b, counts, at[VISIBLE], b.add(before, visible))
         return b.icmp_unsigned("!=", found, I32(0))
 
     return types.boolean(kind, *(INT,) * 7), emit
@@ -153,6 +165,51 @@ def _weighed(b: Any, v: Any, s: Any, shift: Any, inverse: Any, log_sum: Any) -> 
     weight = b.select(nothing, v.const(0.0), weight)
     surprise = b.fmul(weight, b.fsub(log_sum, x))
     return hidden, weight, b.select(nothing, v.const(0.0), surprise)
+
+
+@intrinsic
+def insert(context: Any, kind: Any, column: Any, stride: Any, count: Any, hits: Any, key: Any,
+           best: Any, which: Any, most: Any) -> Any:  # fmt: skip
+    """Put the weights of the keys that have a hit into the lists of their queries.
+
+    ``best`` and ``which`` are columns of ``most`` weights and keys with the same stride. What is as
+    large as a listed weight comes behind it: of equal weights those of the first keys are kept.
+    """
+    v = vectors(kind)
+
+    def emit(cx: Any, b: Any, sig: Any, args: Any) -> Any:
+        p, lists = (simd.pointer(b, args[i], v.scalar) for i in (1, 6))
+        flags, keys = simd.pointer(b, args[4], I32), simd.pointer(b, args[7], v.integer)
+
+        def put(j: Any) -> None:
+            number = b.add(args[5], j)
+            number = number if v.double else b.trunc(number, I32)
+
+            def body(i: Any, carried: list[Any]) -> list[Any]:
+                weight, number, behind = carried
+                place = b.mul(i, args[2])
+                listed = v.load(b, lists, place)
+                its_key = v.load(b, keys, place, v.integer)
+                # Below the place where it goes in, everything moves one down.
+                behind = b.or_(behind, b.fcmp_ordered(">", weight, listed))
+                v.store(b, lists, place, b.select(behind, weight, listed))
+                v.store(b, keys, place, b.select(behind, number, its_key))
+                return [b.select(behind, listed, weight), b.select(behind, its_key, number), behind]
+
+            nowhere = ir.Constant(ir.VectorType(simd.I1, v.lanes), [0] * v.lanes)
+            weight = v.load(b, p, b.mul(j, args[2]))
+            simd.loop(b, args[8], 1, [weight, v.splat(b, number), nowhere], body)
+
+        def key_by_key(j: Any, carried: list[Any]) -> list[Any]:
+            hit = b.icmp_unsigned("!=", b.load(b.gep(flags, [j])), I32(0))
+            with b.if_then(hit, likely=False):
+                put(j)
+            return []
+
+        simd.loop(b, args[3], 1, [], key_by_key)
+        return cx.get_dummy_value()
+
+    return types.void(kind, *(INT,) * 8), emit
 
 
 @intrinsic
@@ -246,6 +303,7 @@ def end_sums(kind, call, scratch, room, pair, row, count):  # type: ignore[no-un
     top, total = numbers(kind, scratch.row_max, span), numbers(kind, scratch.row_sum, span)
     lines = numbers(kind, room.lines, LINES * span)
     lines[:] = 0
+    numbers(kind, room.best, call.top_k * span)[:] = 0
     lse = numbers(kind, call.lse + size(kind) * (pair * call.len_q + row), count)
     sink = number(kind, -INF)
     if call.sinks:
@@ -271,32 +329,6 @@ def end_sums(kind, call, scratch, room, pair, row, count):  # type: ignore[no-un
 
 
 @separate
-def insert(kind, call, room, pair, row, count, column, key, keys, weights):  # type: ignore[no-untyped-def]
-    """Put what `tally` has found into the lists of the largest weights of their queries."""
-    span, lane = NR * lanes(kind), lanes(kind)
-    hits = words_at(room.hits + 4 * column * BLOCK_KV, keys)
-    first, k = column * lane, call.top_k
-    threshold = numbers(kind, room.lines + size(kind) * (THRESHOLD * span + first), lane)
-    for j in range(keys):
-        if hits[j] == 0:
-            continue
-        line = numbers(kind, weights + size(kind) * (j * span + first), lane)
-        for i in range(min(lane, count - first)):
-            weight = line[i]
-            if not (hits[j] >> i & 1 and weight > threshold[i]):
-                continue
-            place = (pair * call.len_q + row + first + i) * k
-            best = numbers(kind, call.top_weights + size(kind) * place, k)
-            which = longs_at(call.top_keys + 8 * place, k)
-            spot = k - 1
-            while spot > 0 and best[spot - 1] < weight:
-                best[spot], which[spot] = best[spot - 1], which[spot - 1]
-                spot -= 1
-            best[spot], which[spot] = weight, key + j
-            threshold[i] = best[k - 1]
-
-
-@separate
 def add_cells(kind, call, room, row, count, first_bin, key, keys, weights):  # type: ignore[no-untyped-def]
     """Add the weights of a tile to the cells of the map."""
     span, width = NR * lanes(kind), -(-count // lanes(kind)) * lanes(kind)
@@ -310,8 +342,8 @@ def add_cells(kind, call, room, row, count, first_bin, key, keys, weights):  # t
         sum_keys(kind, weights + size(kind) * j * span, span, end - j, width, mass_at)
         for i in range(count):
             line = (row + i) * call.map_rows // call.len_q - first_bin
-            place = room.cells + size(kind) * (line * call.map_columns + column)
-            numbers(kind, place, 1)[0] += mass[i]
+            cell = doubles_at(room.cells + 8 * (line * call.map_columns + column), 1)
+            cell[0] += mass[i]
         j = end
 
 
@@ -338,7 +370,13 @@ def count_tile(kind, call, scratch, room, pair, key_pair, row, count, first_bin,
             kind, weights + column, span, last - first, room.lines + column, span,
             distance + c * lane, room.hits + 4 * c * BLOCK_KV,
         ):  # fmt: skip
-            insert(kind, call, room, pair, row, count, c, key, some, weights)
+            best, which = room.best + column, room.which + column
+            insert(
+                kind, weights + column, span, some, room.hits + 4 * c * BLOCK_KV, key, best, which,
+                call.top_k,
+            )  # fmt: skip
+            threshold = numbers(kind, room.lines + size(kind) * THRESHOLD * span + column, lane)
+            threshold[:] = numbers(kind, best + size(kind) * (call.top_k - 1) * span, lane)
     width = blocks * lane
     sum_queries(kind, weights, span, some, width, room.received + size(kind) * key)
     if call.map_columns:
@@ -365,17 +403,26 @@ def end_rows(kind, call, scratch, room, pair, row, count):  # type: ignore[no-un
         reach[i] = lines[REACH * span + i]
         at = room.lines + size(kind) * (VISIBLE * span + i)
         visible[i] = longs_at(at, 1)[0] if size(kind) == 8 else words_at(at, 1)[0]
+    k = call.top_k
+    best = numbers(kind, room.best, k * span)
+    for i in range(count):
+        top = numbers(kind, call.top_weights + size(kind) * (start + i) * k, k)
+        keys = longs_at(call.top_keys + 8 * (start + i) * k, k)
+        for rank in range(k):
+            weight = best[rank * span + i]
+            top[rank] = weight
+            if weight > 0:
+                place = room.which + size(kind) * (rank * span + i)
+                keys[rank] = longs_at(place, 1)[0] if size(kind) == 8 else words_at(place, 1)[0]
         inverse = lines[INVERSE * span + i]
         if inverse != inverse:  # no weight of a query that sees nan is a number
-            best = numbers(kind, call.top_weights + size(kind) * (start + i) * call.top_k,
-                           call.top_k)  # fmt: skip
-            best[: min(call.top_k, visible[i])] = math.nan
+            top[: min(k, visible[i])] = math.nan
 
 
 @separate
 def add(kind, own, count, goal):  # type: ignore[no-untyped-def]
-    """Add ``count`` numbers to others."""
-    total, more = numbers(kind, goal, count), numbers(kind, own, count)
+    """Add ``count`` numbers to others of float64."""
+    total, more = doubles_at(goal, count), numbers(kind, own, count)
     for j in range(count):
         total[j] += more[j]
 
@@ -385,14 +432,16 @@ def add_sums(kind, call, room, pair, chunk, first_bin, end_bin):  # type: ignore
     """Add a task's sums over queries to those of its pair, when all before it have been added."""
     progress = call.progress + 8 * pair
     atomics.wait_for(progress, chunk)
-    place = size(kind) * pair * call.len_kv
+    place = 8 * pair * call.len_kv
     add(kind, room.received, call.len_kv, call.received + place)
     if call.last:
         add(kind, room.received_last, call.len_kv, call.received_last + place)
     if call.map_columns:
         start = (pair * call.map_rows + first_bin) * call.map_columns
         count = (end_bin - first_bin) * call.map_columns
-        add(kind, room.cells, count, call.cells + size(kind) * start)
+        total, more = doubles_at(call.cells + 8 * start, count), doubles_at(room.cells, count)
+        for j in range(count):
+            total[j] += more[j]
     atomics.store(progress, chunk + 1)
 
 
@@ -420,7 +469,8 @@ def count_weights(kind, address, worker, budget):  # type: ignore[no-untyped-def
     scratch = place(kind, call, worker)
     room = room_of(kind, call, scratch)
     span = NR * lanes(kind)
-    chunks = -(-call.len_q // (SUBS * span))
+    step = subs(call.len_kv) * span
+    chunks = -(-call.len_q // step)
     while budget > 0:
         task = fetch_add(call.counter, 1)
         if task >= call.num_entries * call.num_heads * chunks:
@@ -428,14 +478,14 @@ def count_weights(kind, address, worker, budget):  # type: ignore[no-untyped-def
         pair, chunk = task // chunks, task % chunks
         entry, head = pair // call.num_heads, pair % call.num_heads
         key_pair = entry * (call.num_heads // call.group_size) + head // call.group_size
-        start, stop = chunk * SUBS * span, min((chunk + 1) * SUBS * span, call.len_q)
+        start, stop = chunk * step, min((chunk + 1) * step, call.len_q)
         first_bin = start * call.map_rows // call.len_q
         end_bin = (stop - 1) * call.map_rows // call.len_q + 1
         numbers(kind, room.received, call.len_kv)[:] = 0
         if call.last:
             numbers(kind, room.received_last, call.len_kv)[:] = 0
         if call.map_columns:
-            numbers(kind, room.cells, (end_bin - first_bin) * call.map_columns)[:] = 0
+            doubles_at(room.cells, (end_bin - first_bin) * call.map_columns)[:] = 0
         for row in range(start, stop, span):
             count = min(span, stop - row)
             scores = count_block(
