@@ -171,6 +171,20 @@ def test_bars(matplotlib):
     assert_tidy(ax)
 
 
+def test_series_are_told_apart_without_colours(matplotlib):
+    ax = plot.bars(["a", "b"], {str(i): [1.0, 2.0] for i in range(4)})
+    hatches = [[bar.get_hatch() or "" for bar in group] for group in ax.containers]
+    assert all(first == second for first, second in hatches)
+    assert len({first for first, _ in hatches}) == 4
+    drawn = ax.figure.legends[0].get_patches()
+    assert [patch.get_hatch() or "" for patch in drawn] == [first for first, _ in hatches]
+    rows = {str(i): [1.0, 2.0] for i in range(4)}
+    lines = plot.curves([1, 2], rows, rows).lines
+    assert len({line.get_marker() for line in lines[4:]}) == 4
+    assert len({str(line.get_linestyle()) for line in lines[:3]}) == 3
+    assert not any(line.is_dashed() for line in lines[4:])
+
+
 def test_curves(matplotlib):
     ax = plot.curves(
         [4, 64, 512], {"seen": [4.1, 63, 510]}, {"theory": [4, 64, 512]}, x_label="d", y_label="v"
@@ -240,6 +254,25 @@ def test_save_replaces_only_where_it_may(matplotlib, tmp_path):
     assert path.read_bytes().startswith(b"\x89PNG")
 
 
+def test_a_file_that_appears_while_it_draws_stays(matplotlib, tmp_path):
+    path = tmp_path / "a.png"
+
+    class Slow:
+        figure = None
+
+        def savefig(self, target, **_):
+            path.write_bytes(b"theirs")
+            Path(target).write_bytes(b"mine")
+
+    Slow.figure = Slow()
+    with pytest.raises(FileExistsError, match="must not exist yet"):
+        plot.save(Slow(), path, overwrite=False)
+    assert path.read_bytes() == b"theirs"
+    assert [p.name for p in tmp_path.iterdir()] == ["a.png"]
+    plot.save(Slow(), path)
+    assert path.read_bytes() == b"mine"
+
+
 def test_save_follows_a_link(matplotlib, tmp_path):
     (tmp_path / "link.png").symlink_to(tmp_path / "real.png")
     plot.save(plot.axes(), tmp_path / "link.png")
@@ -265,10 +298,58 @@ def test_a_failed_save_leaves_the_old_file_alone(matplotlib, tmp_path):
     assert [p.name for p in tmp_path.iterdir()] == ["a.png"]
 
 
+WRONG = {
+    "weights of text": (lambda: plot.weights([["a"]]), TypeError, "weights must hold real numbers"),
+    "ragged weights": (lambda: plot.weights([[1], [1, 2]]), ValueError, "rows that differ"),
+    "weights of objects": (lambda: plot.weights([[None]]), TypeError, "must hold real numbers"),
+    "a length": (lambda: plot.weights(np.eye(3), lengths=5), TypeError, "lengths must be a pair"),
+    "half lengths": (lambda: plot.weights(np.eye(3), lengths=(5.5, 6)), TypeError,
+                     "an entry of lengths must be an integer"),
+    "a label": (lambda: plot.weights(np.eye(3), "abc"), TypeError,
+                "row_labels must be a sequence of str, got str"),
+    "titles": (lambda: plot.head_grid(np.ones((3, 2, 2)), titles=3), TypeError,
+               "titles must be a sequence of str, got int"),
+    "digits of a map": (lambda: plot.head_map(np.eye(3), digits=-1), ValueError,
+                        "digits must be 0 to 16, got -1"),
+    "digits of bars": (lambda: plot.bars(["a"], {"b": [1.0]}, digits=17), ValueError,
+                       "digits must be 0 to 16, got 17"),
+    "groups": (lambda: plot.bars(1, {"b": [1.0]}), TypeError, "groups must be a sequence of str"),
+    "no bars": (lambda: plot.bars(["a"], {}), ValueError, "series must hold an entry"),
+    "a list of bars": (lambda: plot.bars(["a"], [[1.0]]), TypeError, "series must be a mapping"),
+    "bars of text": (lambda: plot.bars(["a"], {"b": ["c"]}), TypeError, "must hold real numbers"),
+    "curves at 0": (lambda: plot.curves([0, 1], {"a": [1, 2]}), ValueError,
+                    "x must be above 0, got 0"),
+    "curves below 0": (lambda: plot.curves([1, 2], {"a": [1, -2]}), ValueError,
+                       "values of 'a' must be above 0, got -2"),
+    "theory of 0": (lambda: plot.curves([1], {"a": [1]}, {"b": [0]}), ValueError,
+                    "values of 'b' must be above 0, got 0"),
+    "scores of text": (lambda: plot.softmax_bars(["a"]), TypeError, "scores must hold real numb"),
+    "a scale": (lambda: plot.softmax_bars([1.0], 2.0), TypeError, "scales must be a mapping or"),
+    "a flat figure": (lambda: plot.axes(0, 3), ValueError, "width and height must be above 0"),
+}
+
+
+@pytest.mark.parametrize(("draw", "error", "message"), WRONG.values(), ids=WRONG)
+def test_what_cannot_be_drawn_is_refused(matplotlib, draw, error, message):
+    with pytest.raises(error, match=message):
+        draw()
+
+
+def test_what_is_missing_leaves_a_gap(matplotlib):
+    (line,) = plot.curves([1, 2, 4], {"a": [1, np.nan, 3]}).lines
+    np.testing.assert_array_equal(line.get_ydata(), [1, np.nan, 3])
+
+
 @pytest.mark.parametrize("name", ["a.pdf", "a", "png"])
 def test_other_endings_are_refused(tmp_path, name):
     with pytest.raises(ValueError, match=r"must end in \.png or \.svg"):
         plot.check_target(tmp_path / name)
+
+
+def test_a_target_needs_a_folder_that_may_be_written(tmp_path, monkeypatch):
+    monkeypatch.setattr("os.access", lambda *_: False)
+    with pytest.raises(ValueError, match="the picture's folder must be writable"):
+        plot.check_target(tmp_path / "a.png")
 
 
 def test_a_target_needs_a_folder(tmp_path):

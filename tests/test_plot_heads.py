@@ -1,12 +1,13 @@
 """Pictures of heads and keys: the numbers that are drawn, and how they are labelled."""
 
+import itertools
 import math
 
 import numpy as np
 import pytest
 
 import scaledot as sd
-from scaledot import plot
+from scaledot import introspect, plot
 from test_plot import assert_tidy, labels, texts
 
 pytest.importorskip("matplotlib")
@@ -14,7 +15,7 @@ pytest.importorskip("matplotlib")
 from matplotlib.colors import to_rgb
 from matplotlib.image import AxesImage
 from matplotlib.lines import Line2D
-from matplotlib.patches import Patch
+from matplotlib.patches import Patch, Rectangle
 
 LONG = 100_000
 AWKWARD = ["$x$", "a\nb", "   ", "猫が好き", "🫠", "Donaudampfschifffahrtsgesellschaft", "\t", "é"]
@@ -31,6 +32,11 @@ def elements(ax):
     """Number of things that are drawn."""
     figure = ax.figure
     return len(figure.findobj(lambda a: isinstance(a, AxesImage | Line2D | Patch))) + len(texts(ax))
+
+
+def heights(ax):
+    """Heights of the bars."""
+    return [patch.get_height() for patch in ax.patches if isinstance(patch, Rectangle)]
 
 
 def legend_words(ax):
@@ -105,7 +111,7 @@ def test_head_grid(heads):
     assert [image.get_clim()[1] for image in own.images] == list(weights.max(axis=(1, 2)))
     assert [text.get_text() for text in own.texts] == ["a", "b", "$c$", "U+732B"]
     assert_tidy(own)
-    with pytest.raises(ValueError, match="titles must name each of 4 heads, got 1"):
+    with pytest.raises(ValueError, match="titles must have one label for each of 4, got 1"):
         plot.head_grid(weights, titles=["a"])
     with pytest.raises(ValueError, match=r"weights must be an array .*got the shape \(9, 9\)"):
         plot.head_grid(weights[0])
@@ -146,6 +152,17 @@ def test_numbers_stand_out_from_their_cells():
         # Of black and white one has at least √21, whatever the colour.
         assert contrast(to_rgb(text.get_color()), image.cmap(image.norm(value))) >= math.sqrt(21)
     assert_tidy(ax)
+
+
+def test_nan_has_no_say_in_a_scale():
+    weights = np.full((2, 3, 3), np.nan)
+    weights[0, 0] = 0.25, 0.5, 0.25
+    assert plot.weights(weights[0]).images[0].get_clim() == (0.0, 0.5)
+    assert plot.weights(weights[1]).images[0].get_clim() == (0.0, 1.0)
+    for shared in (True, False):
+        first, second = plot.head_grid(weights, shared=shared).images
+        assert first.get_clim() == (0.0, 0.5)
+        assert second.get_clim() == (0.0, 0.5 if shared else 1.0)
 
 
 def test_numbers_need_room():
@@ -200,6 +217,42 @@ def test_entropy_and_saturation_of_stats(heads):
     assert np.abs(plot.entropy(one_head).images[0].get_array() - entropy[0]).max() <= bound
 
 
+def test_a_head_that_sees_nothing_is_white(heads):
+    query, key, _ = heads
+    mask = np.ones((4, 1, 9), dtype=bool)
+    mask[2] = False
+    stats = sd.attention_stats(query, key, mask=mask)
+    for draw in (plot.entropy, plot.saturation):
+        ax = draw(stats)
+        hidden = np.ma.getmaskarray(ax.images[0].get_array())
+        np.testing.assert_array_equal(hidden, [[False, False, True, False]])
+        assert len(ax.texts) == 3
+
+
+def test_tables_of_heads_are_drawn(heads):
+    query, key, _ = heads
+    summary = introspect.summary(introspect.trace(query[None], key[None]))
+    for draw, table in ((plot.entropy, summary.entropy), (plot.saturation, summary.saturation)):
+        np.testing.assert_array_equal(draw(summary).images[0].get_array(), table)
+    for draw in (plot.received, plot.distances):
+        with pytest.raises(TypeError, match=r"must be an array or Stats, got Summary.*head_map"):
+            draw(summary)
+    with pytest.raises(TypeError, match=r"must be Stats, or numbers with entropy .*got Factor"):
+        plot.entropy(Factor(2))
+    with pytest.raises(TypeError, match="layers must all be Stats, got Stats, list"):
+        plot.entropy([sd.attention_stats(query, key), [1.0]])
+
+
+class Factor:
+    """Has a method of that name."""
+
+    def __init__(self, count):
+        self.count = count
+
+    def entropy(self):
+        return np.log(self.count)
+
+
 def test_entropy_of_arrays(rng):
     values = rng.random((3, 4, 5))
     np.testing.assert_array_equal(plot.entropy(values).images[0].get_array(), values.mean(-1))
@@ -224,19 +277,20 @@ def test_received(heads):
     names = [f"${i}$" for i in range(9)]
     amount = weights.sum(axis=-2).mean(axis=0)
     ax = plot.received(weights.sum(axis=-2), names, top=2)
-    np.testing.assert_allclose([bar.get_height() for bar in ax.patches], amount, rtol=1e-15)
+    np.testing.assert_array_equal(heights(ax), amount)
     first, second = np.argsort(-amount)[:2]
     assert legend_words(ax) == [
         f"1. ${first}$ ({first}): {amount[first]:.3g}",
         f"2. ${second}$ ({second}): {amount[second]:.3g}",
     ]
     assert not any(text.get_parse_math() for text in ax.figure.legends[0].get_texts())
-    assert [line.get_xdata()[0] for line in ax.lines] == [first, second]
+    assert [line.get_xdata()[0] for line in ax.lines[::2]] == [first, second]
+    assert [line.get_ydata()[0] for line in ax.lines[::2]] == [amount[first], amount[second]]
     assert_tidy(ax)
     stats = plot.received(sd.attention_stats(query, key, causal=True))
     bound = 36 * np.finfo(float).eps * amount.max()  # sums over four heads of nine queries
-    assert np.abs([bar.get_height() for bar in stats.patches] - amount).max() <= bound
-    assert [bar.get_height() for bar in plot.received(amount, top=0).patches] == list(amount)
+    assert np.abs(np.subtract(heights(stats), amount)).max() <= bound
+    assert heights(plot.received(amount, top=0)) == list(amount)
 
 
 def test_received_by_equal_keys():
@@ -244,6 +298,23 @@ def test_received_by_equal_keys():
     given = plot.axes(5, 4)
     assert plot.received(np.zeros(3), ax=given) is given
     assert given.get_legend() is not None
+
+
+@pytest.mark.parametrize("length", [11, 64, LONG])
+@pytest.mark.parametrize("width", [None, 3.6])
+def test_keys_that_lie_close_have_marks_apart(length, width):
+    amount = np.ones(length)
+    amount[:10] = np.arange(20, 10, -1)
+    ax = plot.received(amount, top=10, ax=None if width is None else plot.axes(width, 3.2))
+    for legend in (*ax.figure.legends, *filter(None, [ax.get_legend()])):
+        legend.set_visible(False)  # inside of given axes one may lie on the picture
+    ax.figure.draw_without_rendering()
+    ranks = sorted((t for t in ax.texts if t.get_text()), key=lambda t: int(t.get_text()))
+    assert [t.get_text() for t in ranks] == [str(i) for i in range(1, 11)]
+    boxes = [t.get_window_extent() for t in ranks]
+    assert all(a.x1 < b.x0 for a, b in itertools.pairwise(boxes))
+    leads = [t.xy for t in ax.texts if not t.get_text()]
+    assert leads == [(key, amount[key]) for key in range(10)]
 
 
 @pytest.mark.parametrize("length", [4, 64, 65, LONG])
@@ -269,6 +340,9 @@ def test_received_needs_a_label_for_each_key():
         plot.received(np.ones((2, 3, 4)))
     with pytest.raises(TypeError, match="top must be an integer"):
         plot.received(np.ones(3), top=1.5)
+    for top in (-1, 21):
+        with pytest.raises(ValueError, match=f"top must be 0 to 20, got {top}"):
+            plot.received(np.ones(3), top=top)
 
 
 def by_distance(weights, first):
@@ -317,6 +391,9 @@ def test_mean_distances_of_stats(heads):
     means = np.asarray(stats.mean_distance)[:, 1:].astype(int).ravel()
     truth = [np.count_nonzero(means == d) / 32 for d in range(means.max() + 1)]
     assert drawn == truth
+    for offset in ({"q_offset": -1}, {"kv_offset": 2}):
+        with pytest.raises(ValueError, match="offsets must come with weights, got Stats"):
+            plot.distances(stats, **offset)
     far = stats._replace(mean_distance=np.full((4, LONG), LONG - 1.0), visible=np.ones((4, LONG)))
     ax = plot.distances(far)
     assert labels(ax.get_xticklabels())[-1] == "65,536–99,999"
@@ -355,7 +432,7 @@ def test_softmax_bars():
     ([], [1], "scores must be a row of scores"),
     ([1, 2], [], "scales must be one number or more"),
     ([1, math.inf], [1], "scores and scales must be finite"),
-    ([1, 2, 3, 4, 5], [1], "series must hold at most 4 entries"),
+    ([1, 2, 3, 4, 5], [1], "scores must hold at most 4 entries"),
 ])  # fmt: skip
 def test_softmax_bars_of_few_numbers(scores, scales, message):
     with pytest.raises(ValueError, match=message):
@@ -371,6 +448,11 @@ def test_variance():
     assert_tidy(ax)
     with pytest.raises(ValueError, match="must have 2 values, got 1"):
         plot.variance([4, 64], [4.4])
+    with pytest.raises(ValueError, match="d_k must be above 0, got 0"):
+        plot.variance([0], [1])
+    many = plot.variance(range(4, 100, 4), np.arange(4.0, 100, 4))
+    assert labels(many.get_xticklabels())[:3] == ["4", "8", "12"]
+    assert_tidy(many)
 
 
 def boxes(ax):

@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 
 from scaledot import introspect, report
-from scaledot.report import _codes, _maps, _page
+from scaledot._stats import bin_edges
+from scaledot.report import _maps, _page
 
 AWKWARD = (
     "</script><script>alert(1)</script>", "<!--", "\"'&amp;", "😀", "שלום", "a\nb", "", "\u2028",
@@ -250,7 +251,7 @@ def test_layers_without_query_and_key_show_the_maps_they_have():
 
 @pytest.mark.parametrize(("length", "bins"), [(1, 1), (7, 3), (10, 10), (1000, 37)])
 def test_edges_are_those_of_the_definition(length, bins):
-    edges = _codes.edges(length, bins)
+    edges = bin_edges(length, bins)
     for i in range(length):
         b = i * bins // length
         assert edges[b] <= i < edges[b + 1]

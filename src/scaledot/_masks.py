@@ -47,12 +47,29 @@ def visible(
 
 
 def visible_range(
-    first: int, last: int, left: int | None, right: int | None, kv_start: int, kv_count: int
-) -> tuple[int, int]:
-    """Half-open range of key indices that queries at positions first to last can see at all."""
-    low = 0 if left is None else max(0, first - left - kv_start)
-    high = kv_count if right is None else min(kv_count, last + right - kv_start + 1)
-    return low, max(low, high)
+    first: Any, last: Any, left: int | None, right: int | None, kv_start: int, kv_count: int
+) -> tuple[Any, Any]:
+    """Half-open range of key indices that queries at positions first to last can see at all.
+
+    ``first`` and ``last`` are integers, or arrays of one shape: then so are the ends of the ranges.
+    Empty ranges lie between 0 and ``kv_count``, too.
+    """
+    low, high = first * 0, last * 0 + kv_count
+    if left is not None:
+        low = _smaller(_larger(low, first - left - kv_start), high)
+    if right is not None:
+        high = _larger(low, _smaller(high, last + right - kv_start + 1))
+    return low, high
+
+
+def _larger(a: Array, b: Array) -> Array:
+    """The larger one of two integers, or of each pair of two arrays of them."""
+    return a + (b - a) * (b > a)
+
+
+def _smaller(a: Array, b: Array) -> Array:
+    """The smaller one of two integers, or of each pair of two arrays of them."""
+    return a + (b - a) * (b < a)
 
 
 # Dropout must not depend on tiles, threads or shards, so each weight has its own number: a hash

@@ -9,10 +9,11 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from scaledot import _arrays
-from scaledot._errors import value_error
+from scaledot import _arrays, _checks
+from scaledot._errors import type_error, value_error
+from scaledot._stats import bin_edges, pooled
 from scaledot.plot._extra import matplotlib_package
-from scaledot.plot._text import MOST_CHARACTERS, glyphs, token
+from scaledot.plot._text import MOST_CHARACTERS, glyphs, text_width, token, wrapped
 
 Axes: TypeAlias = Any
 """A ``matplotlib.axes.Axes``; the type is not named, so that Matplotlib stays optional."""
@@ -28,6 +29,12 @@ LONG_FIGURE = 6.4, 5.4
 """Width and height of pictures of long inputs, in inches."""
 LINE = 0.127
 """Inches from one line of a label to the next, at least: labels are 9 points high."""
+BAR, NOTHING = 1.05, 0.15
+"""Inches at the right of axes that have a colour bar, and of those that have not."""
+TITLE = 11
+"""Points of the letters of a title."""
+MOST_DIGITS = 16
+"""Decimals: a float64 has no more."""
 
 
 def axes(width: float = 5.0, height: float = 4.0) -> Axes:
@@ -47,8 +54,26 @@ def axes(width: float = 5.0, height: float = 4.0) -> Axes:
     ------
     ImportError
         Matplotlib is not installed; the message names the command that installs it.
+    ValueError
+        A side is not above 0.
+
+    Notes
+    -----
+    The figure has 150 dots per inch and Matplotlib's constrained layout, and ``pyplot`` does not
+    know it: it goes when nothing refers to it any more.
+
+    Examples
+    --------
+    >>> from scaledot import plot
+    >>> ax = plot.axes(6, 3)
+    >>> ax.figure.get_size_inches().tolist()
+    [6.0, 3.0]
     """
     matplotlib_package()
+    if not (width > 0 and height > 0):
+        raise value_error(
+            "width and height must be above 0", f"{width} and {height}", "They are in inches."
+        )
     from matplotlib.figure import Figure
 
     return Figure(figsize=(width, height), dpi=150, layout="constrained").add_subplot()
@@ -56,11 +81,32 @@ def axes(width: float = 5.0, height: float = 4.0) -> Axes:
 
 def numbers(name: str, x: Any, shapes: str, what_to_do: str, *ranks: int) -> Floats:
     """Return x as float64 on the host; its rank is one of ``ranks`` and it is not empty."""
-    known = _arrays.host(x) if _arrays.library(x) else np.asarray(x)
+    try:
+        known = _arrays.host(x) if _arrays.library(x) else np.asarray(x)
+    except ValueError:  # rows of different lengths
+        raise value_error(f"{name} must be {shapes}", "rows that differ in length",
+                          what_to_do) from None  # fmt: skip
+    if known is not None and known.dtype.kind in "OSUMmc":
+        given = type(x).__name__ if known.dtype == object else f"the dtype {known.dtype}"
+        raise type_error(f"{name} must hold real numbers", given, f"It is {shapes}.")
     if known is None or known.ndim not in ranks or not known.size:
         given = "traced values" if known is None else f"the shape {known.shape}"
         raise value_error(f"{name} must be {shapes}", given, what_to_do)
     return known.astype(np.float64)
+
+
+def largest_of(x: Floats) -> float:
+    """The end of a scale from 0: the largest finite number, or 1 where none is above 0."""
+    largest = float(x.max(initial=0.0, where=np.isfinite(x)))
+    return largest or 1.0
+
+
+def check_count(name: str, value: Any, most: int) -> int:
+    """Return an integer from 0 to ``most``, or raise."""
+    number = _checks.integer(name, value)
+    if not 0 <= number <= most:
+        raise value_error(f"{name} must be 0 to {most}", number, "Choose a number between.")
+    return number
 
 
 def matrix_of(name: str, x: Any) -> Floats:
@@ -73,8 +119,13 @@ def axes_for_matrix(
     shape: tuple[int, int],
     row_labels: Sequence[str] | None = None,
     column_labels: Sequence[str] | None = None,
+    title: str = "",
+    beside: float = BAR,
 ) -> Axes:
-    """Axes on a figure that leaves each cell, and its label, room within limits."""
+    """Axes on a figure that leaves each cell, and its label, room within limits; so with a title.
+
+    ``beside`` is what stands at the right of the axes, in inches.
+    """
     rows, columns = shape
     if column_labels is None and rows == columns:
         column_labels = row_labels
@@ -83,7 +134,9 @@ def axes_for_matrix(
         0.07 * max(0, min(MOST_CHARACTERS, max((len(str(x)) for x in labels), default=0)) - 8)
         for labels in (row_labels or (), column_labels or ())
     )
-    return axes(min(12.0, 2.2 + 0.3 * columns + left), min(11.0, 1.8 + 0.28 * rows + below))
+    needed = min(text_width(glyphs(title), TITLE), 4.5) + (1.15 if row_labels else 0.75) + left
+    return axes(min(12.0, max(2.2 + 0.3 * columns + left, needed + beside)),
+                min(11.0, 1.8 + 0.28 * rows + below))
 
 
 def inches(ax: Axes) -> tuple[float, float]:
@@ -92,13 +145,25 @@ def inches(ax: Axes) -> tuple[float, float]:
     return box.width / ax.figure.dpi, box.height / ax.figure.dpi
 
 
-def _room(ax: Axes, side: str) -> float:
-    """Inches that a side will have once labels, titles and a colour bar have taken theirs.
+def room(ax: Axes, beside: float) -> tuple[float, float]:
+    """Width and height that axes will have, in inches, once their labels and a title have theirs.
 
-    Before it is laid out, an only subplot has 0.775 of the figure's width and 0.77 of its height.
+    Labels count that are there already, and ``beside`` for what stands at the right. Before it is
+    laid out, an only subplot has 0.775 of the figure's width and 0.77 of its height.
     """
-    width, height = inches(ax)
-    return width / 0.775 - 2.3 if side == "x" else height / 0.77 - 1.6
+    across, down = inches(ax)
+    left, below = (
+        [(text_width(one.get_text(), one.get_size(), one.get_parse_math()), one)
+         for one in ticks if one.get_text()]
+        for ticks in (ax.get_yticklabels(), ax.get_xticklabels())
+    )  # fmt: skip
+    lines = (LINE * (1 + one.get_text().count("\n")) for _, one in below)
+    turned = (wide for wide, one in below if one.get_rotation())
+    names = LINE * (1.5 + ax.get_xlabel().count("\n"))
+    return (
+        max(0.6, across / 0.775 - max((wide for wide, _ in left), default=0.0) - 0.45 - beside),
+        max(0.6, down / 0.77 - max([0.0, *lines, *turned]) - names - 0.45),
+    )
 
 
 def label_matrix(
@@ -106,32 +171,44 @@ def label_matrix(
     shape: tuple[int, int],
     row_labels: Sequence[str] | None,
     column_labels: Sequence[str] | None,
+    beside: float = BAR,
 ) -> None:
     """Put one label at each row and column; every n-th of them where they would overlap."""
     rows, columns = shape
     if column_labels is None and rows == columns:
         column_labels = row_labels
-    label_side(ax, "y", rows, row_labels, "row_labels")
-    label_side(ax, "x", columns, column_labels, "column_labels")
+    label_side(ax, "y", rows, row_labels, "row_labels", beside)
+    label_side(ax, "x", columns, column_labels, "column_labels", beside)
 
 
 def check_labels(name: str, labels: Sequence[str] | None, length: int) -> None:
     """Raise unless there is one label for each of ``length`` places, or none at all."""
-    if labels is not None and len(labels) != length:
+    if labels is None:
+        return
+    if isinstance(labels, str) or not hasattr(labels, "__len__"):
+        raise type_error(
+            f"{name} must be a sequence of str", type(labels).__name__, "Pass a list of tokens."
+        )
+    if len(labels) != length:
         raise value_error(
             f"{name} must have one label for each of {length}", len(labels), "Add or drop some."
         )
 
 
 def label_side(
-    ax: Axes, side: str, length: int, labels: Sequence[str] | None, name: str = "labels"
+    ax: Axes,
+    side: str,
+    length: int,
+    labels: Sequence[str] | None,
+    name: str = "labels",
+    beside: float = BAR,
 ) -> None:
     """Label the whole numbers below ``length`` of the x or the y axis; numbers without labels."""
     check_labels(name, labels, length)
     if labels is None:
-        count_side(ax, side, length)
+        count_side(ax, side, length, beside)
         return
-    step = math.ceil(length / max(2, min(MOST_LABELS, int(_room(ax, side) / LINE))))
+    step = math.ceil(length / max(2, min(MOST_LABELS, int(_along(ax, side, beside) / LINE))))
     places, texts = range(0, length, step), [token(label) for label in labels[::step]]
     rotation = 90 if side == "x" and max(map(len, texts)) > 2 else 0
     # A dollar sign in a token is no formula.
@@ -139,24 +216,36 @@ def label_side(
     set_ticks(places, texts, rotation=rotation, fontsize=9, parse_math=False)
 
 
-def count_side(ax: Axes, side: str, length: int) -> None:
+def count_side(ax: Axes, side: str, length: int, beside: float = BAR) -> None:
     """Ticks at whole numbers below ``length``, as many as there is room for, at most 16."""
     from matplotlib.ticker import MaxNLocator, StrMethodFormatter
 
     axis = ax.xaxis if side == "x" else ax.yaxis
     need = 0.1 * (2 + len(f"{length:,}")) if side == "x" else 0.18
     most = 16 if length <= 16 else 8
-    bins = max(2, min(most, int(_room(ax, side) / need)))
+    bins = max(2, min(most, int(_along(ax, side, beside) / need)))
     axis.set_major_locator(MaxNLocator(bins, integer=True, min_n_ticks=1))
     axis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
 
 
-def name_axes(ax: Axes, x_label: str, y_label: str, title: str) -> None:
-    """Write what is on the axes, and a title where there is one."""
-    ax.set_xlabel(glyphs(x_label))
+def _along(ax: Axes, side: str, beside: float) -> float:
+    """Inches that a side will have; below the y axis stand labels that are not there yet."""
+    return room(ax, beside)[0] if side == "x" else max(0.6, inches(ax)[1] / 0.77 - 1.6)
+
+
+def name_axes(ax: Axes, x_label: str, y_label: str, title: str, beside: float = NOTHING) -> None:
+    """Write what is on the axes, and a title where there is one; broken into lines that fit."""
+    size, across = ax.xaxis.label.get_size(), room(ax, beside)[0]
+    ax.set_xlabel(wrapped(glyphs(x_label), size, across + 0.3) if " " in x_label else x_label)
     ax.set_ylabel(glyphs(y_label))
     if title:
-        ax.set_title(glyphs(title), fontsize=11, parse_math=False)
+        ax.set_title(wrapped(glyphs(title), TITLE, across), fontsize=TITLE, parse_math=False)
+
+
+def colour_bar(ax: Axes, image: Any, label: str, shrink: float = 1.0) -> None:
+    """A colour bar beside the axes, whose label is broken into lines that fit."""
+    bar = ax.figure.colorbar(image, ax=ax, shrink=shrink)
+    bar.set_label(wrapped(glyphs(label), bar.ax.yaxis.label.get_size(), room(ax, BAR)[1] + 0.3))
 
 
 def legend(ax: Axes, own: bool, columns: int) -> None:
@@ -184,14 +273,8 @@ def readable_on(colour: Sequence[float]) -> str:
     return "black" if black >= white else "white"
 
 
-def bin_edges(length: int, bins: int) -> npt.NDArray[np.int64]:
-    """Where bins begin and end, (bins + 1,): place i is in bin ``i * bins // length``."""
-    return -(-np.arange(bins + 1, dtype=np.int64) * length // bins)
-
-
 def block_map(weights: Floats, rows: int, columns: int) -> Floats:
     """Weights (..., len_q, len_kv) as means over bins of queries of sums over bins of keys."""
-    edges = [bin_edges(n, m) for n, m in zip(weights.shape[-2:], (rows, columns), strict=True)]
-    sums = np.add.reduceat(weights, edges[1][:-1], axis=-1)
-    counts: Floats = np.diff(edges[0])[:, None].astype(np.float64)
-    return np.add.reduceat(sums, edges[0][:-1], axis=-2) / counts
+    len_q, len_kv = weights.shape[-2:]
+    starts = bin_edges(len_q, rows)[:-1], bin_edges(len_kv, columns)[:-1]
+    return pooled(weights, np.ones(len_q), *starts)

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import os
-import secrets
 from pathlib import Path
 from typing import Any
 
-from scaledot._errors import type_error, value_error
+from scaledot import _targets
+from scaledot._errors import type_error
 from scaledot.plot._extra import matplotlib_package
 
 ENDINGS = (".png", ".svg")
@@ -32,39 +32,32 @@ def check_target(path: str | os.PathLike[str], *, overwrite: bool = True) -> Pat
     Raises
     ------
     ValueError
-        The ending is another one.
+        The ending is another one, or the folder is not writable.
     OSError
         The folder does not exist, the file exists and must stay, or the path is a folder.
+
+    Notes
+    -----
+    Nothing is written, and Matplotlib is not needed. What is true now may change until `save`
+    writes; it checks again.
+
+    Examples
+    --------
+    >>> from scaledot import plot
+    >>> plot.check_target("picture.png").name
+    'picture.png'
+    >>> plot.check_target("picture.pdf")
+    Traceback (most recent call last):
+        ...
+    ValueError: the picture's file name must end in .png or .svg, got 'picture.pdf'. The ending ...
     """
-    target = Path(path)
-    if target.suffix.lower() not in ENDINGS:
-        raise value_error(
-            f"the picture's file name must end in {' or '.join(ENDINGS)}",
-            repr(str(target)),
-            "The ending chooses the format.",
-        )
-    if target.is_dir():
-        raise IsADirectoryError(
-            f"The picture must be a file, got the folder {target}. Name a file in it."
-        )
-    if not target.parent.is_dir():
-        raise FileNotFoundError(
-            f"The picture's folder must exist, got {target.parent}. Create it first."
-        )
-    if target.exists() and not overwrite:
-        raise FileExistsError(
-            f"The picture must not exist yet, got {target}, which does. Choose another name, or "
-            "replace it with overwrite=True (--force on the command line)."
-        )
-    return target.resolve()
+    return _targets.check(
+        path, "picture", ENDINGS, "The ending chooses the format.", overwrite=overwrite
+    )
 
 
-def save(
-    drawing: Any, path: str | os.PathLike[str], *, overwrite: bool = True
-) -> Path:
+def save(drawing: Any, path: str | os.PathLike[str], *, overwrite: bool = True) -> Path:
     """Write a drawing as PNG or SVG, whole or not at all.
-
-    The file is written beside its place under another name and then renamed.
 
     Parameters
     ----------
@@ -78,7 +71,7 @@ def save(
     Returns
     -------
     pathlib.Path
-        The file written.
+        The file written; a link is followed.
 
     Raises
     ------
@@ -87,7 +80,23 @@ def save(
     TypeError
         Not a drawing.
     ValueError, OSError
-        As in `check_target`.
+        As in `check_target`; a file that appears while the picture is drawn stays, too, where
+        nothing may be replaced.
+
+    Notes
+    -----
+    The file is written beside its place under another name, which it gives up for its own once it
+    is whole. The same drawing gives the same bytes of SVG every time.
+
+    Examples
+    --------
+    >>> import tempfile
+    >>> import numpy as np
+    >>> from scaledot import plot
+    >>> drawing = plot.weights(np.eye(3), ["the", "animal", "slept"])
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     plot.save(drawing, f"{folder}/weights.png").name
+    'weights.png'
     """
     matplotlib = matplotlib_package()
     target = check_target(path, overwrite=overwrite)
@@ -98,13 +107,11 @@ def save(
             "Pass what scaledot.plot.weights and its like return.",
         )
     kind = target.suffix.lower()[1:]
-    temporary = target.with_name(f".{target.name}.{secrets.token_hex(4)}")
     # Without a date and with a fixed salt the same drawing gives the same SVG.
     metadata = {"Date": None} if kind == "svg" else {}
-    try:
-        with matplotlib.rc_context({"svg.hashsalt": "scaledot"}):
-            figure.savefig(temporary, format=kind, metadata=metadata)
-        temporary.replace(target)
-    finally:
-        temporary.unlink(missing_ok=True)
+    with matplotlib.rc_context({"svg.hashsalt": "scaledot"}):
+        _targets.place(
+            lambda temporary: figure.savefig(temporary, format=kind, metadata=metadata),
+            target, "picture", overwrite=overwrite,
+        )
     return target

@@ -78,9 +78,21 @@ def data_flow(
         A length, width or number of heads is not an integer of at least 1, or ``num_heads`` is no
         multiple of ``num_kv_heads``.
 
+    Notes
+    -----
+    Each shape is that of the textbook computation: scores of long inputs never lie in memory as a
+    whole, see `tiles`.
+
     References
     ----------
     arXiv 1706.03762, figure 2.
+
+    Examples
+    --------
+    >>> from scaledot import plot
+    >>> ax = plot.data_flow(10, 12, 64, 32)
+    >>> [text.get_text() for text in ax.texts if "×" in text.get_text()]
+    ['10 × 64', '12 × 64', '12 × 32', '10 × 12', '10 × 12', '10 × 12', '10 × 32', '10 × 32']
     """
     sizes = {"len_q": len_q, "len_kv": len_kv, "d_k": d_k, "d_v": d_k if d_v is None else d_v,
              "num_heads": num_heads,

@@ -8,26 +8,35 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from scaledot import _checks
-from scaledot._errors import value_error
+from scaledot import _arrays, _checks
+from scaledot._errors import type_error, value_error
+from scaledot._stats import Stats, bin_edges
 from scaledot.plot._axes import (
     BLUE,
     GREY,
     MOST_LABELS,
+    NOTHING,
     ORANGE,
+    TITLE,
     Axes,
     Floats,
     axes,
-    bin_edges,
+    check_count,
     check_labels,
     label_side,
+    largest_of,
     name_axes,
     numbers,
+    room,
 )
 from scaledot.plot._heads import of_sequence
-from scaledot.plot._text import token
+from scaledot.plot._text import glyphs, text_width, token
 
 _MOST_BINS = 256
+_MOST_MARKS = 20
+_MARK, _HEIGHT = 0.2, 0.93
+"""Inches from one mark to the next, and where they stand, in heights of the axes."""
+_STEPS = "largest of a bin", "mean of a bin"
 _LIGHT = "#8FC1E3"
 _SINGLE = 32
 """Distances up to this one have a bar each where none is larger; else bars double in width."""
@@ -51,7 +60,8 @@ def received(
     labels : sequence of str, optional
         One for each key, such as its token.
     top : int
-        How many keys are marked and named, largest first; of equal ones the first.
+        How many keys are marked and named, 0 to 20, largest first; of equal ones the first. Where
+        there are fewer keys, all are.
     title : str
         Above the picture.
     ax : matplotlib.axes.Axes, optional
@@ -62,19 +72,38 @@ def received(
     matplotlib.axes.Axes
         Has a bar for each key, or, for more than 64 keys, means and maxima over up to 256 bins of
         neighbouring keys on a logarithmic scale: one key often has more than thousands of others.
+        Marks above are numbered as in the legend, and a line leads from each to its key.
 
     Raises
     ------
     ImportError
         Matplotlib is not installed.
+    TypeError
+        Something else than Stats or real numbers, ``top`` that is no integer, or labels that are
+        no sequence.
     ValueError
-        Another number of axes, labels that do not fit, or Stats of more than one sequence.
+        Another number of axes, ``top`` below 0 or above 20, labels that do not fit, or Stats of
+        more than one sequence.
+
+    Notes
+    -----
+    The sum over all keys is the number of queries that see something, less what sinks take. In a
+    causal model first keys receive more for the sole reason that more queries see them.
 
     References
     ----------
     arXiv 2309.17453 shows the sinks that such pictures reveal.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from scaledot import plot
+    >>> ax = plot.received(np.array([3.0, 0.5, 0.5]), ["[CLS]", "a", "cat"], top=2)
+    >>> [text.get_text() for text in ax.figure.legends[0].get_texts()]
+    ['1. [CLS] (0): 3', '2. a (1): 0.5']
     """
-    if hasattr(received, "received"):
+    _check_source("received", received)
+    if isinstance(received, Stats):
         heads = of_sequence(received.received)
     else:
         heads = np.atleast_2d(numbers(
@@ -84,29 +113,66 @@ def received(
     amount = heads.mean(axis=0)
     length = len(amount)
     check_labels("labels", labels, length)
-    first = np.argsort(-amount, kind="stable")[: max(0, _checks.integer("top", top))]
-    own = ax is None
+    first = np.argsort(-amount, kind="stable")[: check_count("top", top, _MOST_MARKS)]
+    words = [str(i) if labels is None else f"{token(labels[i])} ({i:,})" for i in first]
+    names = [f"{i + 1}. {word}: {_amount(amount[key])}"
+             for i, (key, word) in enumerate(zip(first, words, strict=True))]  # fmt: skip
+    own, beside = ax is None, NOTHING
     if ax is None:
-        ax = axes(min(10.0, max(4.0, 2.5 + 0.3 * length)), 3.6)
+        beside = 0.6 + max((text_width(name, 8) for name in (*names, *_STEPS)), default=0.0)
+        needed = min(text_width(glyphs(title), TITLE), 4.5) + 0.8 + beside
+        ax = axes(min(12.0, max(4.0, 0.8 + 0.3 * length + beside, needed)),
+                  max(3.6, 1.0 + 0.17 * len(first)))
     floor = 0.0
     if length <= MOST_LABELS:
         ax.bar(np.arange(length), amount, 0.8, color=BLUE)
         ax.set_xlim(-0.6, length - 0.4)
-        ax.margins(y=0.12)
+        ax.set_ylim(0.0, largest_of(amount) / (_HEIGHT - 0.1))
     else:
         floor = _draw_bins(ax, amount)
-    words = [str(i) if labels is None else f"{token(labels[i])} ({i:,})" for i in first]
-    for rank, (key, word) in enumerate(zip(first, words, strict=True)):
-        ax.plot(
-            key, max(amount[key], floor), "o", markersize=7, markerfacecolor=ORANGE,
-            markeredgecolor="black", clip_on=False, zorder=3,
-            label=f"{rank + 1}. {word}: {_amount(amount[key])}",
-        )
-    label_side(ax, "x", length, labels if length <= MOST_LABELS else None)
+    label_side(ax, "x", length, labels if length <= MOST_LABELS else None, beside=beside)
     ax.spines[["top", "right"]].set_visible(False)
-    name_axes(ax, "key", "attention received", title)
+    name_axes(ax, "key", "attention received", title, beside)
+    _mark(ax, first, np.maximum(amount[first], floor), names, room(ax, beside)[0])
     _name_top(ax, own)
     return ax
+
+
+def _check_source(name: str, given: Any) -> None:
+    """Raise unless these are Stats or numbers; tables of heads have no keys and no distances."""
+    is_array = _arrays.library(given) is not None or hasattr(given, "__array__")
+    if not is_array and not isinstance(given, (Stats, list, tuple)):
+        raise type_error(
+            f"{name} must be an array or Stats", type(given).__name__,
+            "Pass what attention_stats returns; draw a number for each head with head_map.",
+        )
+
+
+def _mark(
+    ax: Axes, keys: npt.NDArray[np.int64], tops: Floats, names: Sequence[str], across: float
+) -> None:
+    """Number keys, largest first, in a row above them on axes so many inches wide."""
+    low, high = ax.get_xlim()
+    gap = min(_MARK / across, 1 / max(1, len(keys)))
+    places = _spread((keys - low) / (high - low), gap)
+    for i, (key, top, place, name) in enumerate(zip(keys, tops, places, names, strict=True)):
+        ax.annotate("", xy=(key, top), xytext=(place, _HEIGHT), textcoords="axes fraction",
+                    arrowprops={"arrowstyle": "-", "linewidth": 0.7, "shrinkA": 5, "shrinkB": 0})
+        ax.plot(key, top, "o", markersize=3.5, color="black", clip_on=False, zorder=3)
+        ax.plot(place, _HEIGHT, "o", transform=ax.transAxes, markersize=11, color=ORANGE,
+                markeredgecolor="black", clip_on=False, zorder=4, label=name)
+        ax.text(place, _HEIGHT, str(i + 1), transform=ax.transAxes, ha="center",
+                va="center_baseline", fontsize=7, zorder=5)
+
+
+def _spread(wanted: Floats, gap: float) -> Floats:
+    """Places in (0, 1) near those that are wanted, in their order and at least a gap apart."""
+    order = np.argsort(wanted, kind="stable")
+    steps = gap * np.arange(len(wanted))
+    ends = np.clip(wanted[order] - steps, gap / 2, 1 - gap / 2 - steps.max(initial=0.0))
+    places = np.empty_like(wanted)
+    places[order] = np.maximum.accumulate(ends) + steps
+    return places
 
 
 def _amount(x: float) -> str:
@@ -116,17 +182,17 @@ def _amount(x: float) -> str:
 
 def _draw_bins(ax: Axes, amount: Floats) -> float:
     """Means and maxima over bins of keys, as steps on a logarithmic scale; return its start."""
-    edges = bin_edges(len(amount), min(len(amount), _MOST_BINS))
+    edges = np.asarray(bin_edges(len(amount), min(len(amount), _MOST_BINS)))
     largest = np.maximum.reduceat(amount, edges[:-1])
     mean = np.add.reduceat(amount, edges[:-1]) / np.diff(edges)
     positive = mean[mean > 0]
     floor = float(positive.min()) / 2 if positive.size else 0.5
-    names = ("largest of a bin", "mean of a bin")
-    for values, colour, name in zip((largest, mean), (_LIGHT, BLUE), names, strict=True):
+    for values, colour, name in zip((largest, mean), (_LIGHT, BLUE), _STEPS, strict=True):
         ax.stairs(np.maximum(values, floor), edges - 0.5, baseline=floor, fill=True, color=colour,
                   label=name)
     ax.set_yscale("log")
-    ax.set_ylim(floor, max(float(largest.max()), 2 * floor) * 1.5)
+    highest = max(float(largest.max(initial=0.0, where=np.isfinite(largest))), 2 * floor)
+    ax.set_ylim(floor, floor * (highest / floor) ** (1 / (_HEIGHT - 0.1)))
     ax.set_xlim(-0.5, len(amount) - 0.5)
     return floor
 
@@ -161,8 +227,8 @@ def distances(
         Weights; or, for long inputs, what `scaledot.attention_stats` returns for one sequence:
         then the share of queries and heads whose *mean* distance is that.
     q_offset, kv_offset : int, optional
-        Positions of the first query and of the first key, as in `scaledot.attention`: without
-        ``q_offset`` the last query is at the last key.
+        Positions of the first query and of the first key of weights, as in `scaledot.attention`:
+        without ``q_offset`` the last query is at the last key. Stats know them already.
     title : str
         Above the picture.
     ax : matplotlib.axes.Axes, optional
@@ -178,11 +244,35 @@ def distances(
     ImportError
         Matplotlib is not installed.
     TypeError
-        An offset is not an integer.
+        Something else than Stats or real numbers, or an offset that is not an integer.
     ValueError
-        Another number of axes, negative weights, or Stats of more than one sequence.
+        Another number of axes, negative weights, Stats of more than one sequence, or an offset
+        beside Stats.
+
+    Notes
+    -----
+    Shares of ranges add up to 1. Where ranges double, equal bars mean that attention falls as
+    1 / distance.
+
+    References
+    ----------
+    Distances that heads reach: arXiv 1906.04341.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from scaledot import plot
+    >>> ax = plot.distances([[1.0, 0.0], [0.5, 0.5]])
+    >>> [float(bar.get_height()) for bar in ax.patches]
+    [0.75, 0.25]
     """
-    if hasattr(source, "mean_distance"):
+    _check_source("source", source)
+    if isinstance(source, Stats):
+        if q_offset is not None or kv_offset != 0:
+            raise value_error(
+                "offsets must come with weights", f"Stats with {q_offset} and {kv_offset}",
+                "Pass them to attention_stats, which measures the distances.",
+            )
         share = _of_means(of_sequence(source.mean_distance), of_sequence(source.visible) > 0)
         x_label, y_label = "mean |query − key| of a query", "share of queries"
     else:
@@ -191,11 +281,12 @@ def distances(
     low = _ranges(len(share) - 1)
     heights = np.add.reduceat(share, low)
     if ax is None:
-        ax = axes(min(9.0, max(4.0, 1.8 + 0.3 * len(low))), 3.6)
+        needed = min(text_width(glyphs(title), TITLE), 6.0) + 0.9
+        ax = axes(min(9.0, max(4.0, 1.8 + 0.3 * len(low), needed)), 3.6)
     ax.bar(np.arange(len(low)), heights, 0.85, color=BLUE)
     high = [*(low[1:] - 1), len(share) - 1]
     names = [f"{a:,}" if a == b else f"{a:,}–{b:,}" for a, b in zip(low, high, strict=True)]
-    label_side(ax, "x", len(low), names)
+    label_side(ax, "x", len(low), names, beside=NOTHING)
     ax.grid(visible=True, axis="y", color=GREY)
     ax.set_axisbelow(True)
     ax.spines[["top", "right"]].set_visible(False)

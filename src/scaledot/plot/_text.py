@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Sequence
+from typing import Any
 
 from scaledot.plot._extra import matplotlib_package
 
@@ -39,6 +40,44 @@ def token(text: object) -> str:
     ends = itertools.accumulate(map(len, parts))
     count = sum(end < MOST_CHARACTERS for end in ends)  # whole parts, with room for the ellipsis
     return "".join(parts[:count]) + "…"
+
+
+def text_width(text: str, size: Any, is_math: bool = False) -> float:
+    """Inches that the longest line of a text takes in letters of a size, as Matplotlib names it.
+
+    ``is_math`` tells that parts between dollar signs are formulas.
+    """
+    matplotlib_package()
+    from matplotlib.cbook import is_math_text
+    from matplotlib.font_manager import FontProperties
+    from matplotlib.textpath import text_to_path
+
+    font, measure = FontProperties(size=size), text_to_path.get_text_width_height_descent
+    lines = [line for line in text.split("\n") if line]
+    points = (measure(line, font, is_math and is_math_text(line))[0] for line in lines)
+    return float(max(points, default=0.0)) / 72
+
+
+def wrapped(text: str, size: Any, room: float) -> str:
+    """Text with more line breaks, so that no line takes more than ``room`` inches.
+
+    Breaks replace spaces, or fall into a word that has no room by itself.
+    """
+    lines: list[str] = []
+    for line in text.split("\n"):
+        lines.append("")
+        for i, word in enumerate(line.split(" ")):
+            longer = f"{lines[-1]} {word}" if i else word
+            if text_width(longer, size) <= room or not lines[-1]:
+                lines[-1] = longer
+            else:
+                lines.append(word)
+            while len(lines[-1]) > 1 and text_width(lines[-1], size) > room:
+                whole = lines.pop()
+                counts = range(len(whole) - 1, 1, -1)
+                count = next((n for n in counts if text_width(whole[:n], size) <= room), 1)
+                lines += [whole[:count], whole[count:]]
+    return "\n".join(lines)
 
 
 def _families() -> tuple[str, ...]:

@@ -10,26 +10,31 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from scaledot import _arrays, _checks
+from scaledot import _arrays, _checks, _masks
 from scaledot._errors import value_error
 from scaledot._explain import explain
 from scaledot._reference import seen_of
 from scaledot._spec import Options, Problem, complete, resolve
+from scaledot._stats import bin_edges
 from scaledot.plot._axes import (
+    BAR,
     BLUE,
     GREY,
     LONG_FIGURE,
     MOST_LABELS,
+    NOTHING,
     ORANGE,
+    TITLE,
     Axes,
     Floats,
     axes,
-    bin_edges,
+    colour_bar,
     count_side,
     label_matrix,
     name_axes,
 )
 from scaledot.plot._matrices import draw_borders, mask
+from scaledot.plot._text import glyphs, text_width
 
 _MOST_CELLS = 128
 _MOST_BORDERS = 24
@@ -93,6 +98,29 @@ def visible(
         Matplotlib is not installed.
     TypeError, ValueError
         As in `scaledot.attention`, for lengths below 1, and for labels that do not fit.
+
+    See Also
+    --------
+    mask : The same from a matrix of 0 and 1.
+
+    Notes
+    -----
+    Short masks come from the predicate of the reference implementation. The pairs of long ones
+    are counted by ranges of keys, in memory linear in the lengths.
+
+    References
+    ----------
+    Windows: arXiv 2004.05150.
+
+    Examples
+    --------
+    >>> from scaledot import plot
+    >>> ax = plot.visible(3, causal=True, window=(1, 0))
+    >>> "".join(text.get_text() for text in ax.texts)
+    '100110011'
+    >>> ax = plot.visible(100_000, causal=True)
+    >>> ax.images[0].get_array().shape
+    (128, 128)
     """
     problem = _problem(len_q, len_kv, causal, window, segment_ids, kv_len, q_offset, kv_offset)
     shape = problem.spec.len_q, problem.spec.len_kv
@@ -109,8 +137,8 @@ def visible(
         extent=(-0.5, shape[1] - 0.5, shape[0] - 0.5, -0.5),
     )
     label_matrix(ax, shape, row_labels, column_labels)
-    name_axes(ax, "key", "query", title)
-    ax.figure.colorbar(image, ax=ax, label="share of visible pairs")
+    name_axes(ax, "key", "query", title, BAR)
+    colour_bar(ax, image, "share of visible pairs")
     return ax
 
 
@@ -165,7 +193,14 @@ def tiles(
 
     References
     ----------
-    arXiv 2205.14135.
+    Tiles that are skipped: arXiv 2205.14135, section 3.3.
+
+    Examples
+    --------
+    >>> from scaledot import plot
+    >>> ax = plot.tiles(100_000, causal=True, block_q=1000, block_kv=1000)
+    >>> [text.get_text() for text in ax.figure.legends[0].get_texts()]
+    ['empty 4,950', 'partial 100', 'full 4,950']
     """
     problem = _problem(len_q, len_kv, causal, window, segment_ids, kv_len, q_offset, kv_offset)
     shape = problem.spec.len_q, problem.spec.len_kv
@@ -175,8 +210,11 @@ def tiles(
     block_q, block_kv = _length("block_q", block_q), _length("block_kv", block_kv)
     classes = tile_classes(_band(problem), block_q, block_kv)
     own, (rows, columns) = ax is None, classes.shape
+    title = title or f"Tiles of {block_q:,} × {block_kv:,}"
     if ax is None:
-        ax = axes(min(7.0, max(4.6, 2.0 + 0.3 * columns)), min(6.0, max(3.0, 1.8 + 0.28 * rows)))
+        needed = min(text_width(glyphs(title), TITLE), 6.0) + 1.0
+        ax = axes(min(7.0, max(4.6, 2.0 + 0.3 * columns, needed)),
+                  min(6.0, max(3.0, 1.8 + 0.28 * rows)))
     from matplotlib.colors import ListedColormap
     from matplotlib.patches import Patch
 
@@ -189,9 +227,9 @@ def tiles(
         draw_borders(ax, np.arange(1, rows) * block_q, np.arange(1, columns) * block_kv)
     # The last tiles may be shorter than a block.
     ax.set(xlim=(0, shape[1]), ylim=(shape[0], 0))
-    count_side(ax, "x", shape[1])
-    count_side(ax, "y", shape[0])
-    name_axes(ax, "key", "query", title or f"Tiles of {block_q:,} × {block_kv:,}")
+    count_side(ax, "x", shape[1], NOTHING)
+    count_side(ax, "y", shape[0], NOTHING)
+    name_axes(ax, "key", "query", title)
     counts = np.bincount(classes.ravel(), minlength=3)
     handles = [
         Patch(facecolor=colour, edgecolor="#808080", label=f"{name} {count:,}")
@@ -206,7 +244,10 @@ def tiles(
 
 def shares(band: Band, rows: int, columns: int) -> Floats:
     """Share of the pairs of each cell, (rows, columns), that are visible, exactly."""
-    q_edges, kv_edges = bin_edges(len(band.low), rows), bin_edges(band.len_kv, columns)
+    q_edges, kv_edges = (
+        np.asarray(bin_edges(n, count)) for n, count in ((len(band.low), rows),
+                                                         (band.len_kv, columns))
+    )  # fmt: skip
     result = np.empty((rows, columns))
     codes, ids = _codes(band)
     for i, (first, stop) in enumerate(itertools.pairwise(q_edges)):
@@ -304,16 +345,14 @@ def _band(problem: Problem) -> Band:
     """What each query sees, from a problem of one sequence."""
     spec, terms = problem.spec, problem.terms
     count = spec.len_kv if terms.kv_count is None else int(terms.kv_count.item())
-    place = int((terms.q_start - terms.kv_start).item()) + np.arange(spec.len_q)
-    low = np.zeros_like(place) if spec.left is None else np.clip(place - spec.left, 0, count)
-    high = np.full_like(place, count)
-    if spec.right is not None:
-        high = np.maximum(low, np.clip(place + spec.right + 1, 0, count))
+    place = int(terms.q_start.item()) + np.arange(spec.len_q)
+    start = int(terms.kv_start.item())
+    low, high = _masks.visible_range(place, place, spec.left, spec.right, start, count)
     segments = [
         None if side is None else np.broadcast_to(np.ravel(side).astype(np.int64), (length,))
         for side, length in ((terms.q_segment, spec.len_q), (terms.kv_segment, spec.len_kv))
     ]
-    return Band(low, np.maximum(low, high), spec.len_kv, *segments)
+    return Band(low, high, spec.len_kv, *segments)
 
 
 def _planned_blocks(

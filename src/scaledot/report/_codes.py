@@ -8,6 +8,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from scaledot._stats import bin_edges, pooled
+
 Floats = npt.NDArray[np.float64]
 
 EXCLUDED = 2**16 - 1
@@ -62,14 +64,5 @@ def pool(block_map: Floats, length: int, factors: tuple[int, int]) -> Floats:
     A row is a mean over queries, so rows are weighted by how many they hold; columns add up.
     """
     rows, columns = block_map.shape[-2:]
-    counts = np.diff(edges(length, rows)).astype(np.float64)
-    starts = np.arange(0, rows, factors[0])
-    weighted = np.add.reduceat(block_map * counts[:, None], starts, axis=-2)
-    weighted /= np.add.reduceat(counts, starts)[:, None]
-    joined: Floats = np.add.reduceat(weighted, np.arange(0, columns, factors[1]), axis=-1)
-    return joined
-
-
-def edges(length: int, bins: int) -> npt.NDArray[np.int64]:
-    """Where bins start and end: element i is in bin ``i * bins // length``."""
-    return -(-np.arange(bins + 1) * length // bins)
+    counts = np.diff(bin_edges(length, rows)).astype(np.float64)
+    return pooled(block_map, counts, range(0, rows, factors[0]), range(0, columns, factors[1]))

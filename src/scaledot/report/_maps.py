@@ -9,7 +9,8 @@ import numpy as np
 
 from scaledot import attention_stats, introspect
 from scaledot._errors import value_error
-from scaledot.report._codes import Floats, edges, pool
+from scaledot._stats import bin_edges
+from scaledot.report._codes import Floats, pool
 
 _FINEST = 512
 
@@ -26,7 +27,7 @@ class Plan:
     def edges(self) -> tuple[list[int], list[int]]:
         """Where the bins of queries and of keys start and end."""
         rows, columns = (
-            [*edges(length, bins)[:-1:factor].tolist(), length]
+            [*bin_edges(length, bins)[:-1:factor], length]
             for length, bins, factor in zip(self.lengths, self.source, self.factors, strict=True)
         )
         return rows, columns
