@@ -16,8 +16,8 @@ LAYERS, H, N, D = 3, 4, 40, 6
 
 @pytest.fixture(autouse=True)
 def _small_blocks(monkeypatch):
-    """Blocks of 16 rows, so that there are several."""
-    monkeypatch.setattr(_rows, "BLOCK_WEIGHTS", 1)
+    """Blocks of 16 rows of two heads, so that there are several."""
+    monkeypatch.setattr(_rows, "BLOCK_WEIGHTS", 16 * 2 * N)
 
 
 def operands(rng, heads=(H, H), lengths=(N, N), dtype="float64"):
@@ -170,6 +170,22 @@ def test_largest(rng):
         known.largest(0)
 
 
+@pytest.mark.parametrize("rows", [None, [0, 1]])
+def test_heads_without_numbers_come_first(rows, rng):
+    query, key = operands(rng)
+    other = 1.1 * query
+    other[2, 1, 5] = np.nan
+    blind = np.ones((H, 1, 1), bool)
+    blind[3] = False
+    traces = [introspect.trace(x, key, mask=blind) for x in (query, other)]
+    for pair in (traces, traces[::-1]):
+        places = introspect.compare(*pair, rows=rows).largest(100)
+        assert places[0][:2] == (2, 1)
+        assert np.isnan(places[0].total_variation) == (rows is None)
+        assert len(places) == LAYERS * (H - 1)
+        assert not np.isnan([place.total_variation for place in places[1:]]).any()
+
+
 def test_traces_that_do_not_fit(rng):
     query, key = operands(rng)
     trace = introspect.trace(query, key)
@@ -225,6 +241,99 @@ def test_rollout(kind, heads, rng):
     assert_close(got, truth[[3, -1]], eps=EPS["float64"], len_kv=N)
 
 
+def poisoned(where, query, key):
+    """Options of the lowest layer, of three, that has nan, and its queries that see it."""
+    bias = np.zeros((H, N, N))
+    segments = np.where(np.arange(N) < 30, 0, -1)
+    if where == "query":
+        query[0, 1, 17] = np.nan
+    elif where == "key":
+        key[0, 1, 17] = np.nan
+    else:
+        bias[2, 17, 16] = np.nan
+    options = {"bias": {"bias": bias}, "segments": {"bias": bias, "segment_ids": segments}}
+    return options.get(where, {}), range(17, 20 if where == "key" else 18)
+
+
+@pytest.mark.parametrize("heads", ["mean", "max", "min"])
+@pytest.mark.parametrize("where", ["query", "key", "bias", "segments"])
+def test_nan_reaches_the_rows_of_a_rollout_that_see_it(where, heads, rng):
+    query, key = operands(rng, heads=(H, 2))
+    band = {"window": (2, 0)}
+    clean = [introspect.look(q, k, **band) for q, k in zip(query, key, strict=True)]
+    query, key = query.copy(), key.copy()  # layers keep what they are given
+    options, lost = poisoned(where, query, key)
+    if where == "segments":
+        clean[0] = introspect.look(query[0], key[0], segment_ids=options["segment_ids"], **band)
+    below = introspect.look(query[0], key[0], **options, **band)
+    got = introspect.rollout(introspect.Trace((below, *clean[1:])), heads=heads)
+    want = introspect.rollout(introspect.Trace(tuple(clean)), heads=heads)
+    reach = [i for i in range(N) if lost[0] <= i <= lost[-1] + 4]  # two layers, two tokens each
+    want[reach] = np.nan
+    assert_close(got, want, eps=EPS["float64"], len_kv=N)
+    assert np.isfinite(introspect.rollout(introspect.Trace((below,)), residual=1)).all()
+
+
+@pytest.mark.parametrize("width", [1, 40, 2**15, 2**22])
+@pytest.mark.parametrize("num_heads", [0, 1, 12])
+@pytest.mark.parametrize("together", [False, True])
+def test_blocks(width, num_heads, together, monkeypatch):
+    monkeypatch.undo()  # as they are
+    seen = np.zeros((37, num_heads), int)
+    for rows, heads in _rows.blocks(37, num_heads, width, together=together):
+        seen[rows, heads] += 1
+        count = seen[rows, heads].size
+        assert count * width <= _rows.BLOCK_WEIGHTS or count == (num_heads if together else 1)
+        assert not together or seen[rows, heads].shape[1] == num_heads
+    assert (seen == 1).all()
+
+
+@pytest.mark.parametrize("library", ["torch", pytest.param("jax", marks=pytest.mark.heavy)])
+def test_functions_of_other_libraries(library, rng):
+    """They are called with arrays of the library that they are written for."""
+    kind = pytest.importorskip(library)
+    other = kind.numpy if library == "jax" else kind
+    query, key = operands(rng, dtype="float32")
+
+    def score_mod(score, batch, head, q_pos, kv_pos):
+        return other.where(q_pos - kv_pos > 3, score - head, score)
+
+    def mask_mod(batch, head, q_pos, kv_pos):
+        return other.logical_or(kv_pos <= q_pos, kv_pos == 2)
+
+    trace = introspect.trace(
+        other.asarray(query), other.asarray(key), score_mod=score_mod, mask_mod=mask_mod,
+        impl="blockwise",
+    )  # fmt: skip
+    weights = dense(
+        query, key, mask=np.tri(N, dtype=bool) | (np.arange(N) == 2),
+        score_mod=lambda score, batch, head, q_pos, kv_pos: score - head * (q_pos - kv_pos > 3),
+    )[0]  # fmt: skip
+    got = trace.layers[0].weights(rows=[5, 30], heads=[3, 1])
+    want = weights[0][np.ix_([3, 1], [5, 30])]
+    # Scores of a few units carry a rounding each.
+    assert_close(got, want, want * (1 + 8 * EPS["float32"]), eps=EPS["float32"], len_kv=N)
+    assert introspect.compare(trace, trace).total_variation.max() == 0
+    for heads in ("mean", "max"):
+        got, want = introspect.rollout(trace, heads=heads), rolled(weights, 0.5, heads)
+        assert_close(got, want, want * (1 + 8 * EPS["float32"]), eps=EPS["float32"], len_kv=N)
+
+
+def test_functions_of_numbers_stay_with_tensors(rng):
+    """Kernels compile them; they cannot be called with arrays."""
+    torch = pytest.importorskip("torch")
+    query, key = operands(rng, dtype="float32")
+
+    def score_mod(score, batch, head, q_pos, kv_pos):
+        return score - head if q_pos > kv_pos else score
+
+    trace = introspect.trace(torch.asarray(query), torch.asarray(key), score_mod=score_mod)
+    weights = dense(query, key, score_mod=score_mod)[0]
+    got = trace.layers[0].weights(rows=[5, 30])
+    want = weights[0][:, [5, 30]]
+    assert_close(got, want, want * (1 + 8 * EPS["float32"]), eps=EPS["float32"], len_kv=N)
+
+
 @pytest.mark.parametrize("residual", [0, 0.3, 1])
 def test_rollout_of_grouped_heads_and_a_residual(residual, rng):
     query, key = operands(rng, heads=(H, 2), dtype="float32")
@@ -257,6 +366,8 @@ def test_rollout_needs_layers_that_fit(rng):
             introspect.trace(query, key[:, :, 1:])),
         "rollout needs layers whose keys": lambda: introspect.rollout(
             introspect.trace([query[0], query[1, :, 1:]], [key[0], key[1, :, 1:]])),
+        "rollout needs layers with heads": lambda: introspect.rollout(
+            introspect.trace(query[:, :0], key[:, :0])),
         "weights need the layer's query": lambda: introspect.rollout(
             introspect.Trace((introspect.Layer("bare", trace.layers[0].stats),))),
     }  # fmt: skip

@@ -30,6 +30,7 @@ def planted():
         "rests on the first": (4.5 * (kv == 0), {"sink"}),
         "rests on the fourth": (BLUNT * (kv == 3), {"sink"}),
         "only the first": (SHARP * (kv == 0), {"sink", "dead", "saturated"}),
+        "only the last": (SHARP * (kv == N - 1), {"sink", "dead", "saturated"}),
         "even": (0.0 * kv, {"uniform"}),
         "itself": (SHARP * (kv == q), {"saturated"}),
         "next": (BLUNT * (kv == q + 1), set()),
@@ -39,7 +40,7 @@ def planted():
 
 def of_scores(scores, *, tokens=TOKENS, **options):
     """A trace of one layer whose scores are given, (num_heads, len_q, len_kv)."""
-    key = np.eye(scores.shape[-1])[None]  # one key head, shared
+    key = np.eye(scores.shape[-1], dtype=scores.dtype)[None]  # one key head, shared
     return introspect.trace([scores], [key], scale=1.0, tokens=tokens, **options)
 
 
@@ -56,7 +57,8 @@ def kinds(trace):
 def test_planted_heads(causal):
     heads = planted()
     if causal:
-        del heads["next"], heads["rests on the fourth"]  # there is nothing to be seen
+        for name in ("next", "rests on the fourth", "only the last"):
+            del heads[name]  # there is nothing to be seen
     scores = np.stack([scores for scores, _ in heads.values()])
     found = kinds(of_scores(scores, causal=causal))
     assert dict(zip(heads, found, strict=True)) == {n: kinds for n, (_, kinds) in heads.items()}
@@ -71,6 +73,23 @@ def test_without_tokens_two_kinds_cannot_be_told():
         assert score.shape == (1, len(scores))
         assert np.isnan(score).all() == (kind in ("induction", "duplicate token"))
     assert not {"induction", "duplicate token"} & set.union(*kinds(trace))
+
+
+def test_what_cannot_be_told_is_said():
+    few, x = f"no query sees {5} keys", np.zeros((1, 1, 4, 4))
+    tokens = "there are no tokens to compare"
+    kinds = introspect.KINDS
+    unknown = introspect.unknown(introspect.trace(x, x))
+    assert unknown == {"sink": few, "uniform": few, "previous token": few, "induction": tokens,
+                       "duplicate token": tokens}  # fmt: skip
+    assert list(unknown) == [kind for kind in kinds if kind in unknown]
+    long = np.zeros((1, 2, 12, 4))
+    assert introspect.unknown(introspect.trace(long, long, tokens=[*"abcdefabcdef"])) == {}
+    never = "no token comes again before enough others"
+    unknown = introspect.unknown(introspect.trace(long, long, tokens=[*"abcdefghijkl"]))
+    assert unknown == {"induction": never, "duplicate token": never}
+    alone = introspect.unknown(introspect.trace(long[:, :, :1], long[:, :, :1]))
+    assert alone["saturated"] == "no query sees two keys"
 
 
 def expected_scores(weights, visible, learnt, *, tokens, key_tokens, q_pos, kv_offset=0,
@@ -107,7 +126,8 @@ def expected_scores(weights, visible, learnt, *, tokens, key_tokens, q_pos, kv_o
                 rows[kind].append(weights[i, hits].sum())
     if enough:
         rows["sink"] = [weights[enough].sum(axis=0).max() / len(enough) + learnt[enough].mean()]
-        rows["dead"] = [weights[enough, 0].mean() + learnt[enough].mean()]
+        rows["dead"] = list(rows["sink"])
+    rows["not a number"] = [0.0 for i in range(len_q) if visible[i].any()]
     blind = np.mean([not visible[i].any() for i in range(len_q)])
     rows["dead"] = [max(*rows["dead"], blind)] if rows["dead"] else [blind]
     return {kind: np.mean(x) if len(x) else np.nan for kind, x in rows.items()}
@@ -194,17 +214,66 @@ def test_an_even_head_copies_nothing(words):
 def test_one_query_of_another_length():
     trace = introspect.trace([np.zeros((2, 1, 4))], [np.zeros((2, 1, 4))], tokens=["a"])
     for kind, score in introspect.head_scores(trace).items():
-        assert np.isnan(score).all() or kind == "dead", kind  # it sees a key: not dead
+        known = kind in ("dead", "not a number")  # it sees a key, with a number: neither
+        assert np.isnan(score).all() != known, kind
     assert introspect.findings(trace) == []
     none = introspect.trace([np.zeros((2, 0, 4))], [np.zeros((2, 0, 4))], tokens=[])
     assert all(np.isnan(score).all() for score in introspect.head_scores(none).values())
 
 
-def test_nan_is_no_finding():
-    scores = np.zeros((2, 8, 8))
-    scores[1, 5, 2] = np.nan
-    trace = of_scores(scores, tokens=[*"abcdabcd"])
-    assert kinds(trace) == [{"uniform"}, set()]
+def test_nan_is_a_finding_of_its_own():
+    scores, bias = np.zeros((2, 8, 8)), np.zeros((2, 8, 8))
+    scores[1, [0, 5, 6]] = np.nan  # the first sees nothing
+    bias[0, 5, 6] = np.nan  # hidden
+    mask = np.tri(8, k=-1, dtype=bool)
+    trace = of_scores(scores, tokens=[*"abcdabcd"], mask=mask, bias=bias)
+    assert kinds(trace) == [{"uniform"}, {"not a number"}]
+    score = introspect.head_scores(trace)["not a number"]
+    np.testing.assert_array_equal(score, [[0.0, 2 / 7]])
+    reason = next(f.reason for f in introspect.findings(trace) if f.head == 1)
+    assert reason.startswith("2 of 7 queries have no number")
+    assert "'b' (query 5) is the first" in reason
+    bound = introspect.Thresholds(not_a_number=0.5)
+    assert not [f for f in introspect.findings(trace, thresholds=bound) if f.head == 1]
+
+
+def test_nan_is_why_nothing_else_can_be_told():
+    kinds, never = introspect.KINDS, "no token comes again before enough others"
+    scores = np.full((2, 8, 8), np.nan)
+    unknown = introspect.unknown(of_scores(scores, tokens=[*"abcdabcd"]))
+    assert unknown == dict.fromkeys(kinds[1:], "no head has weights that are all numbers") | {
+        "dead": unknown.get("dead")
+    }
+    scores[1] = 0
+    assert introspect.unknown(of_scores(scores, tokens=[*"abcdabcd"])) == {}
+    unknown = introspect.unknown(of_scores(scores[:, :4, :4], tokens=[*"abcd"]))
+    others = "in heads whose weights are all numbers, "
+    assert unknown["uniform"] == f"{others}no query sees 5 keys"
+    assert unknown["induction"] == f"{others}{never}"
+
+
+@pytest.mark.parametrize("name", ["sink", "not_a_number"])
+def test_thresholds_are_numbers(name):
+    with pytest.raises(TypeError, match=f"^{name} of the thresholds must be a number, got None"):
+        introspect.Thresholds(**{name: None})
+    with pytest.raises(ValueError, match=f"^{name} of the thresholds must be a number, got nan"):
+        introspect.Thresholds(**{name: math.nan})
+
+
+@pytest.mark.parametrize("size", [0.0, 1e5, 1e8])
+def test_the_weight_of_a_sink_beside_scores_as_large(size):
+    """Where lse is rounded to more than the weights, scores are those of small numbers."""
+    rng = np.random.default_rng(2)
+    bias = 16.0 * rng.integers(-1, 2, (3, 9, 8))  # exact beside 1e8 in float32
+    sinks = np.array([16.0, -np.inf, 0.0])
+    blind = np.arange(9) != 4
+    kept = {"tokens": None, "mask": blind[:, None]}
+    want = of_scores(np.zeros((3, 9, 8)), bias=bias, sinks=sinks, **kept)
+    got = of_scores(np.zeros((3, 9, 8), "float32"), bias=(bias + size).astype("float32"),
+                    sinks=(sinks + size).astype("float32"), **kept)  # fmt: skip
+    for kind in ("sink", "dead"):
+        a, b = (introspect.head_scores(x)[kind] for x in (got, want))
+        assert_close(a, b, eps=EPS["float32"], len_kv=8)
 
 
 def test_layers_of_different_heads():

@@ -17,9 +17,9 @@ SOURCE = Path(scaledot.__file__).parent
 # From low to high. Within the package, a module imports from lower layers only; the top-level
 # `__init__` joins the underscore modules, and what is loaded by name alone lies above it.
 LAYERS = (
-    ("_typing",),
+    ("_typing", "_watch"),
     ("_errors",),
-    ("_arrays",),
+    ("_arrays", "_targets"),
     ("_threads", "_checks"),
     ("_spec", "_family_checks"),
     ("_masks", "_scores", "_state"),
@@ -48,7 +48,7 @@ LAYERS = (
 )
 HEIGHT = {name: height for height, names in enumerate(LAYERS) for name in names}
 # Packages whose modules may import one another.
-TOGETHER = ("cli", "introspect", "lessons", "plot", "report", "_kernels")
+TOGETHER = ("cli", "introspect", "lessons", "plot", "report", "transformers", "_kernels")
 PURE = ("_masks", "_scores", "_state")  # mathematics that runs on arrays of any library
 ARRAY_LIBRARIES = {
     "array_api_compat", "array_api_strict", "cupy", "dask", "jax", "jaxlib", "ml_dtypes", "sparse",

@@ -112,6 +112,7 @@ def test_the_first_screen_tells_what_it_refers_to(page):
     assert page.locator("#readout").inner_text() == "“it” looks most at “animal”: 0.6768"
 
 
+@pytest.mark.heavy
 def test_links_are_the_largest_weights_on_other_words(page):
     data = load()
     weights = attention_weights(data.query, data.key)
@@ -198,6 +199,7 @@ def test_the_map_is_drawn_as_the_weights_are(page):
     assert (np.diff(lightness.flat[spaced]) < 0).all()
 
 
+@pytest.mark.heavy
 def test_keys_move_over_the_map(page):
     page.locator("#map").focus()
     page.keyboard.press("ArrowUp")
@@ -230,6 +232,7 @@ def test_a_token_shows_its_row_and_its_column(page):
     np.testing.assert_allclose(np.square(shades), weights[:, i], rtol=2 * STEP, atol=1e-3)
 
 
+@pytest.mark.heavy
 def test_tokens_are_chosen_by_keys(page):
     page.get_by_role("listbox").get_by_role("option", selected=True).focus()
     page.keyboard.press("ArrowRight")
@@ -278,6 +281,19 @@ def test_a_finding_leads_to_its_head(page):
     assert page.evaluate("document.activeElement.id") == "heat"
 
 
+@pytest.mark.heavy
+def test_what_could_not_be_told(browser, folder):
+    """Four equal tokens: nothing is known of heads that need five keys, or tokens."""
+    x = np.zeros((1, 1, 4, 4))
+    path = report.write(introspect.trace(x, x), folder / "few.html")
+    with browsers.opened(browser, path) as page:
+        text = page.locator("#findings").inner_text()
+    assert "No head is found to be one of: not a number, saturated, dead." in text
+    assert "Could not be told: sink, uniform, previous token (no query sees 5 keys)." in text
+    assert "induction, duplicate token (there are no tokens to compare)" in text
+
+
+@pytest.mark.heavy
 def test_the_table_sorts(page):
     data = load()
     expected = introspect.summary(introspect.trace(data.query, data.key)).sink_mass
@@ -338,6 +354,7 @@ CONTRASTS = """() => {
 }"""
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("dark", [False, True])
 def test_text_stands_out(browser, demo, dark):
     with browsers.opened(browser, demo, dark=dark) as page:
@@ -408,6 +425,7 @@ def test_a_long_input_has_maps_that_zoom(browser, long):
         assert labels() != near
 
 
+@pytest.mark.heavy
 def test_shares_of_a_long_input(browser, long):
     """What the pointer reads is the mean over a range of queries of the weight on a range."""
     rng = np.random.default_rng(0)
@@ -428,6 +446,7 @@ def test_shares_of_a_long_input(browser, long):
         assert np.sqrt(float(share)) == pytest.approx(np.sqrt(truth), abs=0.51 / 255)
 
 
+@pytest.mark.heavy
 def test_an_address_opens_what_it_names(browser, demo):
     with browsers.opened(browser, demo, fragment="#layer=2&head=1&token=4&scale=2") as page:
         assert chosen(page) == (2, 1)
@@ -439,6 +458,7 @@ def test_an_address_opens_what_it_names(browser, demo):
         assert chosen(page) == (1, 1)
 
 
+@pytest.mark.heavy
 def test_any_token_can_be_shown(browser, folder):
     rng = np.random.default_rng(1)
     query, key = rng.standard_normal((2, 1, 2, len(AWKWARD), 4))
@@ -453,6 +473,7 @@ def test_any_token_can_be_shown(browser, folder):
         assert overflow(page) <= 0
 
 
+@pytest.mark.heavy
 def test_keys_of_another_text(browser, folder):
     rng = np.random.default_rng(2)
     query, key = rng.standard_normal((1, 1, 3, 4)), rng.standard_normal((1, 1, 5, 4))
@@ -475,6 +496,7 @@ def test_keys_of_another_text(browser, folder):
         assert page.locator("#readout").inner_text() == "“Hund” sees no key"
 
 
+@pytest.mark.heavy
 def test_the_smallest_report(browser, folder):
     path = report.write(introspect.trace(*np.ones((2, 1, 1, 1, 2))), folder / "one.html")
     with browsers.opened(browser, path) as page:
@@ -483,6 +505,7 @@ def test_the_smallest_report(browser, folder):
         assert page.locator("#links").inner_text() == "No head looks at another word from here."
 
 
+@pytest.mark.heavy
 def test_nan_is_said(browser, folder):
     query, key = np.random.default_rng(4).standard_normal((2, 1, 1, 3, 4))
     query[0, 0, 1] = np.nan
@@ -493,6 +516,7 @@ def test_nan_is_said(browser, folder):
         assert re.search("weight 0[.]", hover(page, 2, 0, (3, 3)))
 
 
+@pytest.mark.heavy
 def test_sinks_take_their_share_at_every_scale(browser, folder):
     rng = np.random.default_rng(3)
     query, key = rng.standard_normal((2, 1, 1, 4, 8))

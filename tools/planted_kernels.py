@@ -313,7 +313,7 @@ KERNELS = (
            "        if sink == INF:",
            "stats::named_case[numpy-kernels-sinks]"),
     in_package("map-without-its-count", "_stat_kernels.py",
-               "block_map = cells / np.array(counts, numbers)[:, None]", "block_map = cells",
+               "cells /= np.array(counts)[:, None]", "pass",
                f"{STATS}[float64-shape1]"),
     in_package("distance-of-the-row", "_stats.py",
                "xp.sum(weights * distances(xp, problem), axis=-1)",

@@ -13,7 +13,7 @@ from typing import Annotated, ParamSpec
 import typer
 
 import scaledot
-from scaledot.cli import _demo, _inspect, _lesson, _run
+from scaledot.cli import _bench, _demo, _inspect, _lesson, _run
 
 P = ParamSpec("P")
 
@@ -105,5 +105,5 @@ def _frame(
     pass
 
 
-for _command in (_run.run, _inspect.inspect, _demo.demo, _lesson.lesson):
+for _command in (_run.run, _inspect.inspect, _bench.bench, _demo.demo, _lesson.lesson):
     app.command()(guarded(_command))

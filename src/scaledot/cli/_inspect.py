@@ -1,4 +1,4 @@
-"""``scaledot inspect``: a report on what each head looks at, for arrays in files."""
+"""``scaledot inspect``: a report on what each head looks at, for arrays in files or a model."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import typer
 import scaledot
 from scaledot import _stream, introspect, report
 from scaledot._errors import type_error, value_error
-from scaledot.cli import _files, _report, _run
+from scaledot.cli import _files, _load, _model, _report, _run
 from scaledot.cli._job import EVERY, Job, Part
 from scaledot.cli._progress import Progress
 
@@ -31,7 +31,7 @@ SHOWN = 5
 Tokens = tuple[str, ...] | None
 
 InputFiles = Annotated[
-    list[Path],
+    list[Path] | None,
     typer.Argument(
         metavar="INPUT",
         help="A .npz or .safetensors file that holds query and key (or q and k), or .npy files in "
@@ -53,7 +53,11 @@ KeyTokensFile = Annotated[
     typer.Option(metavar="FILE", help="Tokens of the keys, where they are not the queries'."),
 ]
 Title = Annotated[
-    str | None, typer.Option(metavar="TEXT", help="Heading, by default the name of the one INPUT.")
+    str | None,
+    typer.Option(
+        metavar="TEXT",
+        help="Heading, by default the name of the one INPUT, or of the model and what it is shown.",
+    ),
 ]
 LayerAxis = Annotated[
     int | None,
@@ -68,8 +72,14 @@ Force = Annotated[bool, typer.Option("--force", help="Replace OUTPUT if it exist
 
 
 def inspect(
-    inputs: InputFiles,
-    output: OutputFile,
+    inputs: InputFiles = None,
+    output: OutputFile = Path("attention.html"),
+    model: _load.ModelPlace = None,
+    text: _model.Text = None,
+    image: _model.ImageFile = None,
+    audio: _model.AudioFile = None,
+    attention: _model.Attention = None,
+    max_tokens: _model.MaxTokens = None,
     tokens: TokensFile = None,
     key_tokens: KeyTokensFile = None,
     title: Title = None,
@@ -88,29 +98,78 @@ def inspect(
 ) -> None:
     """Show in one HTML page what each head looks at.
 
-    Arrays of four axes are (num_layers, num_heads, len, d); a batch in place of the layers is shown
-    as if its entries were layers. Arrays of three axes are one layer, of two axes one head.
+    INPUT are arrays in files. Those of four axes are (num_layers, num_heads, len, d); a batch in
+    place of the layers is shown as if its entries were layers. Arrays of three axes are one layer,
+    of two axes one head.
+
+    With --model DIR and --text, --image or --audio, a model that transformers knows is run once, in
+    float32 unless --dtype says otherwise, and the attention of all its layers is shown. It is read
+    from this machine only.
 
     The page needs no network. It holds all weights where they fit, else maps of them, which are
     computed in memory that is linear in the length. Findings, heads that do something well known,
     are printed too.
     """
     started = time.perf_counter()
+    of_arrays = {
+        "INPUT": bool(inputs), "--tokens": tokens, "--key-tokens": key_tokens,
+        "--layer-axis": layer_axis, "--causal": causal, "--window": window, "--scale": scale,
+        "--softcap": softcap, "--mask": mask, "--bias": bias, "--impl": impl != "auto",
+    }  # fmt: skip
+    asked = _model.Asked(text, image, audio, attention, max_tokens)
+    _check_together(model is not None, of_arrays, asked)
     with _run.limited(threads):
         target = report.check_target(output, overwrite=force)
-        opened = _opened(inputs, mask, bias)
-        scalars = {"causal": causal, "window": _run.window_of(window), "scale": scale,
-                   "softcap": softcap, "impl": impl}  # fmt: skip
-        job = Job(opened, _run.dtype_of(opened, dtype), scalars)
-        layers = _layers(job, layer_axis)
-        names = _names(job, tokens, key_tokens)
-        if title is None:
-            title = inputs[0].name if len(inputs) == 1 else ""
-        trace = introspect.Trace(_looked_at(job, layers, max_bytes), *names, title)
+        if model is not None:
+            source, working = _load.source_of(model), dtype or "float32"
+            trace = _model.look(source, asked, working, title, typer.echo)
+        else:
+            scalars = {"causal": causal, "window": _run.window_of(window), "scale": scale,
+                       "softcap": softcap, "impl": impl}  # fmt: skip
+            files = inputs or []
+            opened = _opened(files, mask, bias)
+            job = Job(opened, _run.dtype_of(opened, dtype), scalars)
+            trace = _of_arrays(job, files, (tokens, key_tokens), title, layer_axis, max_bytes)
+            working = job.dtype.name
         report.write(trace, target, overwrite=force, max_bytes=max_bytes)
-    _show(trace, job.dtype.name)
+    _show(trace, working)
     seconds, size = time.perf_counter() - started, target.stat().st_size
     typer.echo(f"\nReport: {output} ({_report.as_bytes(size)}), after {seconds:.3g} s")
+
+
+def _check_together(has_model: bool, of_arrays: dict[str, Any], asked: _model.Asked) -> None:
+    """Raise unless there are either files or a model, each with its own options."""
+    of_model = {f"--{n.replace('_', '-')}": x for n, x in asked._asdict().items()}
+    wrong = [
+        name for name, value in (of_arrays if has_model else of_model).items()
+        if value is not None and value is not False
+    ]
+    if wrong and has_model:
+        raise value_error(
+            "--model must not come with INPUT or options for arrays", ", ".join(wrong),
+            "The model says which attention it is.",
+        )
+    if wrong:
+        raise value_error(
+            f"{wrong[0]} must come with --model", ", ".join(wrong), "Pass the model's directory."
+        )
+    if not has_model and not of_arrays["INPUT"]:
+        raise value_error(
+            "there must be INPUT or --model", "neither",
+            "Pass files with query and key, or the directory of a model.",
+        )
+
+
+def _of_arrays(
+    job: Job, files: list[Path], tokens: tuple[Path | None, Path | None], title: str | None,
+    layer_axis: int | None, max_bytes: int,
+) -> introspect.Trace:  # fmt: skip
+    """Look at the arrays of a job."""
+    layers = _layers(job, layer_axis)
+    names = _names(job, *tokens)
+    if title is None:
+        title = files[0].name if len(files) == 1 else ""
+    return introspect.Trace(_looked_at(job, layers, max_bytes), *names, title)
 
 
 def _opened(files: list[Path], mask: str | None, bias: str | None) -> _files.Inputs:
@@ -276,9 +335,10 @@ def _show(trace: introspect.Trace, dtype: str) -> None:
         f"layers {len(trace.layers):,}, heads {first.num_heads:,}, queries {first.len_q:,}, keys "
         f"{first.len_kv:,}, {dtype}\n"
     )
-    found = introspect.findings(trace)
-    if not found:
-        typer.echo("No head does one of: " + ", ".join(introspect.KINDS))
+    found, unknown = introspect.findings(trace), introspect.unknown(trace)
+    told = [kind for kind in introspect.KINDS if kind not in unknown]
+    if told and not found:
+        typer.echo(f"No head does one of: {', '.join(told)}")
     for kind in introspect.KINDS:
         heads = sorted((f for f in found if f.kind == kind), key=lambda f: -f.score)
         for f in heads[:SHOWN]:
@@ -287,3 +347,6 @@ def _show(trace: introspect.Trace, dtype: str) -> None:
             )
         if len(heads) > SHOWN:
             typer.echo(f"{kind:<16} and {len(heads) - SHOWN:,} more, in the report")
+    for reason in dict.fromkeys(unknown.values()):
+        kinds = [kind for kind in unknown if unknown[kind] == reason]
+        typer.echo(f"Could not be told: {', '.join(kinds)} ({reason})")

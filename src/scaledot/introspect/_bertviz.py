@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from scaledot._errors import missing_extra, value_error
-from scaledot.introspect._trace import Trace
+from scaledot.introspect._trace import Trace, check_trace
 
 
 def to_bertviz(trace: Trace) -> tuple[list[Any], list[str]]:
@@ -27,6 +27,8 @@ def to_bertviz(trace: Trace) -> tuple[list[Any], list[str]]:
     ------
     ImportError
         PyTorch is not installed.
+    TypeError
+        Not a trace.
     ValueError
         A layer without query and key, or with another number of keys than queries; numbers of
         heads or tokens of queries and keys that differ, which bertviz cannot show.
@@ -50,6 +52,7 @@ def to_bertviz(trace: Trace) -> tuple[list[Any], list[str]]:
     (2, (1, 4, 3, 3), ['a', 'b', 'c'])
     >>> bertviz.head_view(attention, tokens)  # doctest: +SKIP
     """
+    check_trace("trace", trace)
     try:
         import torch
     except ImportError:

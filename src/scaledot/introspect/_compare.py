@@ -12,7 +12,7 @@ from scaledot import _checks
 from scaledot._errors import value_error
 from scaledot.introspect._rows import blocks, indices
 from scaledot.introspect._tables import Numbers, mean_over, table
-from scaledot.introspect._trace import Layer, Trace
+from scaledot.introspect._trace import Layer, Trace, check_trace
 
 
 class Difference(NamedTuple):
@@ -60,7 +60,7 @@ class Comparison:
     max_weight_difference: Numbers
 
     def largest(self, n: int = 10) -> list[Difference]:
-        """Heads that differ most, the largest difference first.
+        """Heads that differ most, the largest difference first, before them those without numbers.
 
         Parameters
         ----------
@@ -71,7 +71,8 @@ class Comparison:
         -------
         list of Difference
             Layer, head and total variation; where it is nan, ``received_variation``, which is at
-            most that.
+            most that. Heads in which a query that sees a key has nan for weights, in either trace,
+            come first. Heads whose queries see nothing are left out.
 
         Raises
         ------
@@ -92,10 +93,11 @@ class Comparison:
             raise value_error("n must be at least 1", n, "It counts heads.")
         known = self.total_variation
         values = np.where(np.isnan(known), self.received_variation, known)
-        order = np.argsort(-values, axis=None, kind="stable")  # nan comes last
-        places = zip(*np.unravel_index(order, values.shape), strict=True)
-        found = (Difference(int(i), int(h), float(values[i, h])) for i, h in places)
-        return [place for place in found if not np.isnan(place.total_variation)][:n]
+        seen = ~np.isnan(self.top_key_agreement)  # a number where a query sees a key
+        broken = seen & np.isnan(self.max_weight_difference)
+        order = np.argsort(np.where(broken, -np.inf, -values), axis=None, kind="stable")
+        places = zip(*np.unravel_index(order[seen.ravel()[order]][:n], values.shape), strict=True)
+        return [Difference(int(i), int(h), float(values[i, h])) for i, h in places]
 
 
 def compare(a: Trace, b: Trace, *, rows: Any = None) -> Comparison:
@@ -121,7 +123,9 @@ def compare(a: Trace, b: Trace, *, rows: Any = None) -> Comparison:
 
     Raises
     ------
-    TypeError, ValueError
+    TypeError
+        Not a trace; rows that are not integers.
+    ValueError
         Traces that do not fit each other, rows out of range.
 
     Notes
@@ -144,6 +148,8 @@ def compare(a: Trace, b: Trace, *, rows: Any = None) -> Comparison:
     >>> bool((found.entropy_difference < 0).all())  # a larger scale is sharper
     True
     """
+    check_trace("a", a)
+    check_trace("b", b)
     if len(a.layers) != len(b.layers):
         raise value_error(
             "two traces must have the same number of layers",
@@ -162,7 +168,7 @@ def compare(a: Trace, b: Trace, *, rows: Any = None) -> Comparison:
         (*_of_weights(first, second, index), *_of_stats(first, second))
         for (first, second), index in zip(pairs, chosen, strict=True)
     ]
-    return Comparison(*(table(rows) for rows in zip(*found, strict=True)))
+    return Comparison(*(table(x) for x in zip(*found, strict=True)))
 
 
 def _of_weights(
@@ -173,11 +179,13 @@ def _of_weights(
         nan = np.full(a.num_heads, np.nan)
         return nan, nan, nan, nan
     variation, divergence = np.zeros((2, a.num_heads, len(index)))
-    for part in blocks(len(index), a.num_heads * a.len_kv):
-        p, q = (_with_rest(layer.weights(rows=index[part])) for layer in (a, b))
-        variation[:, part] = np.abs(p - q).sum(axis=-1) / 2
+    together = a.has_mods or b.has_mods
+    for part, heads in blocks(len(index), a.num_heads, a.len_kv, together=together):
+        some = {"rows": index[part], "heads": np.arange(heads.start, heads.stop)}
+        p, q = (_with_rest(layer.weights(**some)) for layer in (a, b))
+        variation[heads, part] = np.abs(p - q).sum(axis=-1) / 2
         middle = (p + q) / 2
-        divergence[:, part] = (_relative(p, middle) + _relative(q, middle)) / 2
+        divergence[heads, part] = (_relative(p, middle) + _relative(q, middle)) / 2
     seen = ((a.stats.visible > 0) | (b.stats.visible > 0))[:, index]
     return (
         mean_over(variation, seen), _max_over(variation, seen),

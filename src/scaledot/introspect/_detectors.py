@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import math
+import numbers
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import NamedTuple
 
 import numpy as np
 
+from scaledot._errors import type_error, value_error
 from scaledot.introspect._facts import FEWEST, Facts, Flags, Integers
 from scaledot.introspect._tables import Numbers, mean_over, table
-from scaledot.introspect._trace import Trace
+from scaledot.introspect._trace import Trace, check_trace
 
 
 @dataclass(frozen=True)
@@ -19,6 +22,8 @@ class Thresholds:
 
     Attributes
     ----------
+    not_a_number : float
+        1e-9: a single query.
     saturated : float
         0.9: a largest weight of about 0.975 in every row.
     sink : float
@@ -31,6 +36,7 @@ class Thresholds:
         0.5: half of the weight, on average.
     """
 
+    not_a_number: float = 1e-9
     saturated: float = 0.9
     sink: float = 0.5
     dead: float = 0.95
@@ -38,6 +44,21 @@ class Thresholds:
     previous_token: float = 0.5
     induction: float = 0.5
     duplicate_token: float = 0.5
+
+    def __post_init__(self) -> None:
+        """Check that all are numbers; infinity turns a kind off."""
+        for name in (x.name for x in fields(self)):
+            given = getattr(self, name)
+            if isinstance(given, (bool, np.bool_)) or not isinstance(given, numbers.Real):
+                raise type_error(
+                    f"{name} of the thresholds must be a number", repr(given),
+                    "Pass math.inf for a kind that is not to be reported.",
+                )
+            if math.isnan(given):
+                raise value_error(
+                    f"{name} of the thresholds must be a number", given,
+                    "Pass math.inf for a kind that is not to be reported.",
+                )
 
 
 @dataclass(frozen=True)
@@ -87,12 +108,20 @@ def head_scores(trace: Trace) -> dict[str, Numbers]:
         One entry for each of `KINDS`. nan where nothing can be said: without tokens for
         induction and duplicate token, without a query that counts, for heads that are not there.
 
+    Raises
+    ------
+    TypeError
+        Not a trace.
+
     Notes
     -----
     Scores are means over the queries that count. So that they mean something, a query counts only
     if the keys in question are at most a fifth of those it sees: even attention then reaches no
     threshold. The first tokens of a causal model, which have little choice, do not count.
 
+    not a number
+        Share of the queries that see a key whose weights are nan. The head's other scores are nan
+        where such a query counts.
     saturated
         ``1 - 4 · saturation`` where the largest weight is above ½, else 0, over the queries that
         see at least two keys. The softmax's derivative ``diag(w) - w wᵀ`` vanishes at 1.
@@ -100,9 +129,8 @@ def head_scores(trace: Trace) -> dict[str, Numbers]:
         Weight on the one key that takes the most, and on the head's learnt sink, over the queries
         that see at least five keys.
     dead
-        The larger of two: weight on key 0 and on the learnt sink, over the queries that see at
-        least five keys; and the share of queries that see no key. At 1 the head adds the same
-        vector, or 0, everywhere.
+        The larger of two: the score of sink; and the share of queries that see no key. At 1 the
+        head adds the same vector, or 0, everywhere.
     uniform
         ``entropy / log(visible)``, over the queries that see at least five keys. What learnt sinks
         take lowers it.
@@ -132,6 +160,7 @@ def head_scores(trace: Trace) -> dict[str, Numbers]:
     >>> introspect.head_scores(introspect.trace(x, x, causal=True))["uniform"]
     array([[1., 1.]])
     """
+    check_trace("trace", trace)
     measures = [_measures(Facts(trace, layer)) for layer in trace.layers]
     return {kind: table([found[kind].score for found in measures]) for kind in KINDS}
 
@@ -151,6 +180,11 @@ def findings(trace: Trace, *, thresholds: Thresholds = Thresholds()) -> list[Fin
     -------
     list of Finding
         By layer, head and the order of `KINDS`. A head may do several things.
+
+    Raises
+    ------
+    TypeError
+        Not a trace, or thresholds that are not `Thresholds`.
 
     Notes
     -----
@@ -173,6 +207,12 @@ def findings(trace: Trace, *, thresholds: Thresholds = Thresholds()) -> list[Fin
     saturated 1.0
     previous token 1.0
     """
+    check_trace("trace", trace)
+    if not isinstance(thresholds, Thresholds):
+        raise type_error(
+            "thresholds must be scaledot.introspect.Thresholds", type(thresholds).__name__,
+            "Pass Thresholds(sink=0.8), for example.",
+        )
     found = []
     for number, layer in enumerate(trace.layers):
         measures = _measures(Facts(trace, layer))
@@ -186,8 +226,75 @@ def findings(trace: Trace, *, thresholds: Thresholds = Thresholds()) -> list[Fin
     return found
 
 
+def unknown(trace: Trace) -> dict[str, str]:
+    """Kinds of findings about which this trace can say nothing, with the reason.
+
+    Parameters
+    ----------
+    trace : Trace
+        As `scaledot.introspect.trace` makes it.
+
+    Returns
+    -------
+    dict of str to str
+        From the kind to the reason, in the order of `KINDS`; kinds that `head_scores` has a
+        number of for at least one head are not there.
+
+    Raises
+    ------
+    TypeError
+        Not a trace.
+
+    Notes
+    -----
+    That no head was found is news only for the other kinds.
+
+    References
+    ----------
+    As in `head_scores`.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from scaledot import introspect
+    >>> x = np.zeros((1, 2, 8, 4))
+    >>> introspect.unknown(introspect.trace(x, x))["induction"]
+    'there are no tokens to compare'
+    """
+    scores = head_scores(trace)
+    broken = scores["not a number"]
+    where = ""
+    if (broken > 0).any():
+        where = "in heads whose weights are all numbers, "
+    few = f"{where}no query sees {FEWEST} keys"
+    reasons = {"not a number": "no query sees a key", "saturated": f"{where}no query sees two keys"}
+    if (broken > 0).any() and not (broken == 0).any():
+        few = reasons["saturated"] = "no head has weights that are all numbers"
+    for kind in ("induction", "duplicate token"):
+        if trace.tokens is None:
+            reasons[kind] = "there are no tokens to compare"
+        elif not few.startswith("no head"):
+            reasons[kind] = f"{where}no token comes again before enough others"
+    return {kind: reasons.get(kind, few) for kind in KINDS if np.isnan(scores[kind]).all()}
+
+
 def _measures(facts: Facts) -> dict[str, Measure]:
     return {kind: detector(facts) for kind, detector in _DETECTORS.items()}
+
+
+def _not_a_number(facts: Facts) -> Measure:
+    seeing = facts.visible > 0
+
+    def reason(head: int) -> str:
+        first = facts.query_name(int(facts.broken[head].argmax()))
+        return (
+            f"{facts.broken[head].sum()} of {seeing[head].sum()} queries have no number: their "
+            f"weights are nan, and so is what the head adds there; {first} is the first. The query "
+            "itself, a key it sees, its bias or the head's sink is nan or infinite, or a score is "
+            "too large."
+        )
+
+    return Measure(mean_over(facts.broken.astype(np.float64), seeing), reason)
 
 
 def _saturated(facts: Facts) -> Measure:
@@ -207,31 +314,43 @@ def _saturated(facts: Facts) -> Measure:
     return Measure(mean_over(sharp, several), reason)
 
 
-def _sink(facts: Facts) -> Measure:
+class _Rest(NamedTuple):
+    """Where the queries of each head rest, (num_heads,)."""
+
+    key: Integers  # the one that takes most
+    share: Numbers  # its weight, over the queries that see enough keys
+    learnt: Numbers  # that of the learnt sink
+    queries: Integers  # how many of them
+
+
+def _rest(facts: Facts) -> _Rest:
     mass, count = facts.key_mass(), facts.enough.sum(axis=-1)
     key = mass.argmax(axis=-1) if facts.len_kv else np.zeros(len(mass), np.int64)
     share = _share(mass.max(axis=-1, initial=0.0), count)
-    learnt = mean_over(facts.learnt, facts.enough)
+    return _Rest(key, share, mean_over(facts.learnt, facts.enough), count)
+
+
+def _sink(facts: Facts) -> Measure:
+    rest = _rest(facts)
 
     def reason(head: int) -> str:
         text = (
-            f"{facts.key_name(int(key[head]))} takes {share[head]:.2f} of the weight, on average "
-            f"over the {count[head]} queries that see at least {FEWEST} keys"
+            f"{facts.key_name(int(rest.key[head]))} takes {rest.share[head]:.2f} of the weight, on "
+            f"average over the {rest.queries[head]} queries that see at least {FEWEST} keys"
         )
-        if learnt[head] > 0:
-            text += f", and the learnt sink {learnt[head]:.2f}"
+        if rest.learnt[head] > 0:
+            text += f", and the learnt sink {rest.learnt[head]:.2f}"
         return (
             f"{text}. Queries that find nothing to read tend to rest on such a key; the rest of "
             "the weight is what the head reads elsewhere."
         )
 
-    return Measure(share + learnt, reason)
+    return Measure(rest.share + rest.learnt, reason)
 
 
 def _dead(facts: Facts) -> Measure:
-    count = facts.enough.sum(axis=-1)
-    first = _share(facts.key_mass()[:, :1].sum(axis=-1), count)
-    idle = first + mean_over(facts.learnt, facts.enough)
+    rest = _rest(facts)
+    idle = rest.share + rest.learnt
     blind = mean_over((facts.visible == 0).astype(np.float64), np.ones_like(facts.enough))
 
     def reason(head: int) -> str:
@@ -242,12 +361,12 @@ def _dead(facts: Facts) -> Measure:
             )
         takes = "and the learnt sink take" if facts.learnt[head].any() else "takes"
         return (
-            f"{facts.key_name(0)} {takes} {idle[head]:.3f} of the weight, on average over the "
-            f"{count[head]} queries that see at least {FEWEST} keys. The head adds (almost) the "
-            "same vector for each: it moves nothing between tokens here."
+            f"{facts.key_name(int(rest.key[head]))} {takes} {idle[head]:.3f} of the weight, on "
+            f"average over the {rest.queries[head]} queries that see at least {FEWEST} keys. The "
+            "head adds (almost) the same vector for each: it moves nothing between tokens here."
         )
 
-    return Measure(np.where(count > 0, np.maximum(idle, blind), blind), reason)
+    return Measure(np.where(rest.queries > 0, np.maximum(idle, blind), blind), reason)
 
 
 def _uniform(facts: Facts) -> Measure:
@@ -354,6 +473,7 @@ def _share(mass: Numbers, count: Integers) -> Numbers:
 
 
 _DETECTORS: dict[str, Callable[[Facts], Measure]] = {
+    "not a number": _not_a_number,
     "saturated": _saturated,
     "sink": _sink,
     "dead": _dead,

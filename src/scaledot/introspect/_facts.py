@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from scaledot.introspect._tables import Numbers
+from scaledot.introspect._tables import Numbers, without_number
 from scaledot.introspect._trace import Layer, Trace
 
 Flags = npt.NDArray[np.bool_]
@@ -16,6 +16,9 @@ Integers = npt.NDArray[np.int64]
 
 FEWEST = 5
 """Keys that a query must see to count, for each key in question."""
+
+COARSE = 2.0**-12
+"""Rounding of lse from which on the weight of a learnt sink is not computed from it."""
 
 
 class Facts:
@@ -25,6 +28,7 @@ class Facts:
         self.stats, self.len_q, self.len_kv = layer.stats, layer.len_q, layer.len_kv
         self.visible: Integers = np.asarray(layer.stats.visible)  # (H, n)
         self.enough: Flags = self.visible >= FEWEST
+        self.broken: Flags = without_number(layer.stats)
         self.tokens, self.key_tokens = trace.tokens, trace.key_tokens or trace.tokens
         options = layer.options
         self.kv_offset = int(options.get("kv_offset", 0))
@@ -44,9 +48,18 @@ class Facts:
         lse = self.stats.lse.astype(np.float64)
         if sinks is None:
             return np.zeros_like(lse)
-        with np.errstate(invalid="ignore"):  # -inf - -inf, which is replaced
-            share = np.exp(np.asarray(sinks, np.float64)[:, None] - lse)
-        return np.where(lse == -np.inf, 0.0, share)
+        score = np.asarray(sinks, np.float64)[:, None]
+        with np.errstate(invalid="ignore", over="ignore"):  # -inf - -inf, which is replaced
+            share = np.exp(score - lse)
+        share = np.where((self.visible == 0) & ~np.isnan(lse), 1.0, share)
+        share = np.where(lse == -np.inf, 0.0, share)
+        coarse = np.abs(lse) * np.finfo(self.stats.lse.dtype).eps > COARSE
+        coarse &= (self.visible > 0) & (score > -np.inf)
+        # Where lse is rounded too much, what the keys of the head do not receive is shared out.
+        left = (lse > -np.inf).sum(axis=-1) - self.stats.received.sum(axis=-1, dtype=np.float64)
+        left -= np.where(coarse, 0.0, share).sum(axis=-1)
+        each = np.clip(left / np.maximum(1, coarse.sum(axis=-1)), 0, 1)
+        return np.where(coarse, each[:, None], np.minimum(share, 1))
 
     def key_mass(self) -> Numbers:
         """Weight on each key, summed over the queries that see enough keys, (H, m).

@@ -1,4 +1,4 @@
-"""Rows and heads: which, and how many rows at once."""
+"""Rows and heads: which, and how many at once."""
 
 from __future__ import annotations
 
@@ -11,15 +11,29 @@ import numpy.typing as npt
 from scaledot import _checks
 from scaledot._errors import value_error
 
-BLOCK_WEIGHTS = 2**21
-"""Weights of one block of rows, all heads; a block has 16 rows at least."""
+BLOCK_WEIGHTS = 2**19
+"""Weights of one block of rows and heads; a block of a single row and head may have more."""
+
+_ROWS = 16
+"""Rows of a block, at least, where it can have fewer heads instead: each call reads all keys."""
 
 
-def blocks(count: int, width: int) -> Iterator[slice]:
-    """So many rows in blocks; ``width`` is the number of weights of a row in all heads."""
-    step = max(16, BLOCK_WEIGHTS // max(1, width))
-    for start in range(0, count, step):
-        yield slice(start, min(start + step, count))
+def blocks(
+    count: int, num_heads: int, len_kv: int, *, together: bool = False
+) -> Iterator[tuple[slice, slice]]:
+    """Rows and heads of each block of weights, (len(heads), len(rows), len_kv).
+
+    All heads of some rows come one after the other. ``together`` makes them one block.
+    """
+    heads = num_heads
+    if not together:
+        heads = min(num_heads, max(1, BLOCK_WEIGHTS // (_ROWS * max(1, len_kv))))
+    step = max(1, BLOCK_WEIGHTS // max(1, heads * len_kv))
+    for row in range(0, count, step):
+        for head in range(0, num_heads, max(1, heads)):
+            yield (
+                slice(row, min(row + step, count)), slice(head, min(head + heads, num_heads))
+            )  # fmt: skip
 
 
 def indices(name: str, given: Any, length: int) -> npt.NDArray[np.int64]:

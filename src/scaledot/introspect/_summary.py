@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 
 from scaledot.introspect._tables import Numbers, mean_over, table
-from scaledot.introspect._trace import Trace
+from scaledot.introspect._trace import Trace, check_trace
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,6 +50,11 @@ def summary(trace: Trace) -> Summary:
         Arrays of shape (num_layers, num_heads), nan where a layer has fewer heads than another or
         no query of a head sees a key.
 
+    Raises
+    ------
+    TypeError
+        Not a trace.
+
     Notes
     -----
     The numbers come from the statistics alone: the time does not depend on the lengths squared.
@@ -66,6 +71,7 @@ def summary(trace: Trace) -> Summary:
     >>> introspect.summary(introspect.trace(x, x)).max_weight
     array([[0.2, 0.2]])
     """
+    check_trace("trace", trace)
     found = {}
     for name in (x.name for x in fields(Summary)):
         found[name] = table([

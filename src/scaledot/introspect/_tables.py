@@ -8,6 +8,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from scaledot import Stats
+
 Numbers = npt.NDArray[np.float64]
 
 
@@ -25,3 +27,10 @@ def mean_over(values: npt.NDArray[Any], use: npt.NDArray[np.bool_]) -> Numbers:
     total = np.where(use, values, 0.0).sum(axis=-1, dtype=np.float64)
     mean: Numbers = np.divide(total, count, out=np.full(count.shape, np.nan), where=count > 0)
     return mean
+
+
+def without_number(stats: Stats) -> npt.NDArray[np.bool_]:
+    """Whether a query sees keys and has no numbers for weights, (num_heads, len_q)."""
+    flags: npt.NDArray[np.bool_] = np.isnan(stats.lse) | np.isnan(stats.max_weight)
+    flags &= stats.visible > 0
+    return flags

@@ -12,7 +12,10 @@ import numpy.typing as npt
 from scaledot import Stats, _arrays, _checks, attention_stats, attention_weights
 from scaledot._errors import type_error, value_error
 from scaledot._typing import Array, Impl, MaskMod, Offsets, ScoreMod
+from scaledot.introspect._layer_checks import check_layer
+from scaledot.introspect._mods import for_numpy
 from scaledot.introspect._rows import indices
+from scaledot.introspect._tokens import as_tokens
 
 Floats = npt.NDArray[Any]
 
@@ -48,7 +51,13 @@ class Layer:
         NumPy; None where only the statistics were kept.
     options : mapping
         The options of `scaledot.attention_weights` that are not at their default, arrays among
-        them in NumPy, without leading axes.
+        them in NumPy, without leading axes. A function of the user that was given beside arrays
+        of another library is one for NumPy arrays here.
+
+    Raises
+    ------
+    TypeError, ValueError
+        Arrays that are not NumPy's, or whose shapes do not fit together.
     """
 
     name: str
@@ -56,6 +65,17 @@ class Layer:
     query: Floats | None = None
     key: Floats | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        """Check that these are NumPy arrays of one sequence that fit together."""
+        check_layer(self.stats, self.query, self.key, self.options)
+
+    def __repr__(self) -> str:
+        """Name and sizes."""
+        return (
+            f"Layer({self.name!r}, num_heads={self.num_heads}, len_q={self.len_q}, "
+            f"len_kv={self.len_kv})"
+        )
 
     @property
     def num_heads(self) -> int:
@@ -71,6 +91,11 @@ class Layer:
     def len_kv(self) -> int:
         """Number of keys."""
         return int(self.stats.received.shape[1])
+
+    @property
+    def has_mods(self) -> bool:
+        """Whether functions of the user shape the weights."""
+        return "score_mod" in self.options or "mask_mod" in self.options
 
     def weights(self, rows: Any = None, heads: Any = None) -> Floats:
         """Attention weights of chosen queries and heads.
@@ -96,8 +121,7 @@ class Layer:
 
         Notes
         -----
-        A ``score_mod`` or ``mask_mod`` is called with NumPy arrays here, whatever the library was
-        that `look` was given.
+        A ``score_mod`` or ``mask_mod`` is called with arrays of the library that `look` was given.
 
         Examples
         --------
@@ -108,10 +132,10 @@ class Layer:
         array([[[0.5, 0.5, 0. , 0. ]]])
         """
         query, key = kept(self)
-        if heads is None:
-            return attention_weights(query, key, rows=rows, **self.options)
         index = indices("heads", heads, self.num_heads)
-        if "score_mod" in self.options or "mask_mod" in self.options:  # they are told the head
+        if np.array_equal(index, np.arange(self.num_heads)):
+            return attention_weights(query, key, rows=rows, **self.options)
+        if self.has_mods:  # they are told the head
             return attention_weights(query, key, rows=rows, **self.options)[index]
         options = dict(self.options)
         for name in (*_PER_HEAD, "mask", "bias", "block_mask"):
@@ -158,8 +182,8 @@ class Trace:
                     "layers must be scaledot.introspect.Layer", type(layer).__name__,
                     "scaledot.introspect.look makes one.",
                 )
-        tokens = _as_tokens("tokens", self.tokens)
-        key_tokens = _as_tokens("key_tokens", self.key_tokens)
+        tokens = as_tokens("tokens", self.tokens)
+        key_tokens = as_tokens("key_tokens", self.key_tokens)
         sides = (
             ("tokens", tokens, "len_q"),
             ("key_tokens" if key_tokens is not None else "tokens (key_tokens are not given)",
@@ -176,19 +200,13 @@ class Trace:
         for name, value in (("layers", layers), ("tokens", tokens), ("key_tokens", key_tokens)):
             object.__setattr__(self, name, value)
 
-
-def _as_tokens(name: str, given: Any) -> tuple[str, ...] | None:
-    """Tokens as a tuple of str; numbers of tokens are written out."""
-    if given is None:
-        return None
-    if isinstance(given, (str, bytes)):
-        raise type_error(
-            f"{name} must be a sequence of one string for each token", type(given).__name__,
-            "Split the text into tokens first.",
+    def __repr__(self) -> str:
+        """Title, numbers of layers and tokens, and the first layer."""
+        tokens = "no" if self.tokens is None else len(self.tokens)
+        return (
+            f"Trace({self.title!r}, {len(self.layers)} layers, {tokens} tokens, "
+            f"first {self.layers[0]!r})"
         )
-    if _arrays.library(given) is not None:
-        given = _arrays.host(given)
-    return tuple(map(str, given))
 
 
 def kept(layer: Layer) -> tuple[Floats, Floats]:
@@ -368,6 +386,8 @@ def trace(
     queries, keys = _each_layer("query", query), _each_layer("key", key)
     if names is None:
         names = [f"layer {i}" for i in range(len(queries))]
+    elif not hasattr(names, "__len__"):
+        raise type_error("names must be a sequence", type(names).__name__, "Pass a list of them.")
     if not len(queries) == len(keys) == len(names):
         raise value_error(
             "query, key and names must have one entry for each layer",
@@ -379,7 +399,7 @@ def trace(
         _look(q, k, str(name), wanted, options)
         for q, k, name in zip(queries, keys, names, strict=True)
     )
-    return Trace(layers, _as_tokens("tokens", tokens), _as_tokens("key_tokens", key_tokens), title)
+    return Trace(layers, as_tokens("tokens", tokens), as_tokens("key_tokens", key_tokens), title)
 
 
 @dataclass(frozen=True)
@@ -419,9 +439,9 @@ def _look(
         query, key, top_k=wanted.top_k, last=wanted.last, map_shape=wanted.map_shape,
         impl=wanted.impl, **options,
     )  # fmt: skip
+    options = {n: for_numpy(n, _on_host(x), query) for n, x in options.items()}
     return Layer(
-        str(name), Stats(*map(_on_host, stats)), _on_host(query), _on_host(key),
-        {n: _on_host(x) for n, x in options.items()},
+        str(name), Stats(*map(_on_host, stats)), _on_host(query), _on_host(key), options
     )
 
 
@@ -466,3 +486,12 @@ def _on_host(x: Any) -> Any:
     if known.dtype.name == "bfloat16":
         return known.astype(np.float32)
     return known.item() if known.ndim == 0 else known
+
+
+def check_trace(name: str, x: object) -> None:
+    """Raise unless an argument is a trace."""
+    if not isinstance(x, Trace):
+        raise type_error(
+            f"{name} must be a scaledot.introspect.Trace", type(x).__name__,
+            "Make one with scaledot.introspect.trace(query, key), or Trace([layer]) of one layer.",
+        )

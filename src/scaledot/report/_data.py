@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 from collections.abc import Sequence
@@ -15,7 +16,7 @@ from scaledot.report import _codes, _maps, _page
 
 Floats = _codes.Floats
 
-MEASURES = ("entropy", "max_weight", "saturation", "mean_distance", "sink_mass", "visible")
+MEASURES = tuple(field.name for field in dataclasses.fields(introspect.Summary))
 """Fields of a summary, each (num_layers, num_heads)."""
 
 # What changes the scores by more than a factor: with it, the page's slider is a temperature.
@@ -60,6 +61,8 @@ def _common(
             {"kind": f.kind, "layer": f.layer, "head": f.head, "reason": f.reason}
             for f in introspect.findings(trace)
         ],
+        "kinds": introspect.KINDS,
+        "unknown": introspect.unknown(trace),
     }
 
 

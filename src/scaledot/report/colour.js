@@ -41,7 +41,8 @@ function ramp() {
   return ramps[name];
 }
 
-const hiddenColour = () => (isDark() ? [43, 50, 60] : [227, 230, 234]);
+// Off the blue ramp: beside small weights a grey would look like one of them.
+const hiddenColour = () => (isDark() ? [43, 50, 60] : [235, 222, 196]);
 
 // Place on the ramp, 0 to 255, of a weight; `power` 0 stands for four decades of a logarithm.
 function level(weight, largest, power) {

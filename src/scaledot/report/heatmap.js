@@ -65,6 +65,9 @@ function drawMap() {
   drawLabels(cell);
 }
 
+// A token, or where a range of them begins: on an axis the next label says where it ends.
+const axisName = (name) => (EXACT ? shown(name) : rangeOf(name).split("–")[0]);
+
 // As many labels as have room, evenly spaced.
 function drawLabels(cell) {
   const sides = [
@@ -92,7 +95,7 @@ function drawLabels(cell) {
       const span = make(
         "span",
         { dir: "auto", className: i === chosen ? "chosen" : "" },
-        EXACT ? shown(names[i]) : rangeOf(names[i]),
+        axisName(names[i]),
       );
       span.style[edge] = `${at}px`;
       spans.push(span);
@@ -106,7 +109,7 @@ function measureLabels() {
   const probe = document.createElement("canvas").getContext("2d");
   probe.font = `bold 12px ${getComputedStyle(document.body).fontFamily}`;
   const widest = (most, name) =>
-    Math.max(most, probe.measureText((EXACT ? shown(name) : rangeOf(name)).slice(0, 40)).width);
+    Math.max(most, probe.measureText(axisName(name).slice(0, 40)).width);
   const longest = (names) => names.reduce(widest, 0);
   const most = Math.min(130, $("plot").clientWidth * 0.28);
   const root = $("plot").style;

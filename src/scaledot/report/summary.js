@@ -21,14 +21,9 @@ function buildFindings() {
   for (const finding of D.findings)
     kinds.set(finding.kind, [...(kinds.get(finding.kind) || []), finding]);
   if (!kinds.size) {
-    $("findings").append(
-      make(
-        "p",
-        {},
-        "No head stands out: none is saturated, dead or even, or follows a position or a repeat.",
-      ),
-    );
-    return;
+    const told = D.kinds.filter((kind) => !(kind in D.unknown));
+    const none = told.length ? `No head is found to be one of: ${told.join(", ")}.` : "";
+    $("findings").append(make("p", {}, none));
   }
   const groups = [...kinds].map(([kind, list], i) => {
     const items = list.map(({ layer, head, reason }) => {
@@ -44,6 +39,10 @@ function buildFindings() {
     );
   });
   $("findings").append(...groups);
+  for (const reason of new Set(Object.values(D.unknown))) {
+    const some = Object.keys(D.unknown).filter((kind) => D.unknown[kind] === reason);
+    $("findings").append(make("p", {}, `Could not be told: ${some.join(", ")} (${reason}).`));
+  }
 }
 
 function sortedHeads() {

@@ -1,0 +1,251 @@
+"""What transformers hands to attention as its mask: positions and lengths instead of a matrix."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from transformers.masking_utils import causal_mask_function, sdpa_mask
+
+from scaledot.transformers._pattern import MaskFunction, Pattern, recognised
+
+
+@dataclass(frozen=True, eq=False)
+class Visible:
+    """Which keys each query sees, as options of `scaledot.attention`.
+
+    It stands for a boolean tensor (batch, 1, len_q, len_kv), True = may be seen, and has its shape
+    and dtype. Any other use of it, by an operator, a method or a function of PyTorch, is one of
+    that tensor, which is made then: quadratic in the length, but right.
+
+    Attributes
+    ----------
+    shape : torch.Size
+        (batch, 1, len_q, len_kv).
+    device : torch.device
+        Of its tensors.
+    options : dict
+        Of `scaledot.attention`, for the first ``end`` keys.
+    end : int
+        No query sees a key from here on.
+    """
+
+    shape: torch.Size
+    device: torch.device
+    options: dict[str, Any]
+    end: int
+    dtype: torch.dtype = field(default=torch.bool, init=False)
+
+    @property
+    def ndim(self) -> int:
+        """Number of axes."""
+        return len(self.shape)
+
+    def to(self, *args: Any, **options: Any) -> Any:
+        """Itself where only a device is asked for that it is on, else a boolean tensor, moved."""
+        wanted = torch.empty(0, dtype=self.dtype, device=self.device).to(*args, **options)
+        if (wanted.dtype, wanted.device) == (self.dtype, self.device):
+            return self
+        return self.dense().to(*args, **options)
+
+    def dense(self) -> Tensor:
+        """The boolean tensor (batch, 1, len_q, len_kv)."""
+        batch, _, len_q, len_kv = self.shape
+        given = self.options
+        keys = torch.arange(self.end, device=self.device)
+        ahead = keys - torch.arange(len_q, device=self.device)[:, None] - given.get("q_offset", 0)
+        seen = torch.ones(batch, 1, len_q, self.end, dtype=torch.bool, device=self.device)
+        if given.get("causal"):
+            seen = seen & (ahead <= 0)
+        left, right = given.get("window") or (None, None)
+        if left is not None:
+            seen = seen & (ahead >= -left)
+        if right is not None:
+            seen = seen & (ahead <= right)
+        if "kv_len" in given:
+            lengths = torch.as_tensor(given["kv_len"], device=self.device)
+            seen = seen & (keys < lengths.reshape(-1, 1, 1, 1))
+        if "mask" in given:
+            seen = seen & given["mask"]
+        if "segment_ids" in given:
+            q_ids, kv_ids = (ids[:, None] for ids in given["segment_ids"])
+            seen = seen & (q_ids[..., None] == kv_ids[..., None, :]) & (kv_ids >= 0)[..., None, :]
+        return torch.nn.functional.pad(seen, (0, len_kv - self.end))
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or not hasattr(Tensor, name):
+            raise AttributeError(name)
+        return getattr(self.dense(), name)
+
+    def __getitem__(self, index: Any) -> Tensor:
+        return self.dense()[index]
+
+    @classmethod
+    def __torch_function__(
+        cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        """Call a function of PyTorch with the tensor itself."""
+        return function(*_dense(args), **_dense(kwargs or {}))
+
+
+def _dense(x: Any) -> Any:
+    """Arguments with every `Visible` among them as a tensor."""
+    if isinstance(x, Visible):
+        return x.dense()
+    if isinstance(x, (list, tuple)):
+        return type(x)(map(_dense, x))
+    return {name: _dense(item) for name, item in x.items()} if isinstance(x, dict) else x
+
+
+def _operator(name: str) -> Any:
+    """An operator of tensors, by the name of its method."""
+
+    def operate(self: Visible, *others: Any) -> Any:
+        return getattr(self.dense(), name)(*map(_dense, others))
+
+    return operate
+
+
+for _name in ("add", "and", "eq", "mul", "ne", "or", "radd", "rand", "rmul", "ror", "rsub", "xor",
+              "sub", "invert"):  # fmt: skip
+    setattr(Visible, f"__{_name}__", _operator(f"__{_name}__"))
+
+
+def mask(
+    batch_size: int, q_length: int, kv_length: int, q_offset: int | Tensor = 0, kv_offset: int = 0,
+    mask_function: MaskFunction = causal_mask_function,
+    attention_mask: Tensor | Visible | None = None, local_size: int | None = None,
+    allow_is_causal_skip: bool = True, allow_is_bidirectional_skip: bool = False,
+    use_vmap: bool = False, device: torch.device | str = "cpu", **others: Any,
+) -> Visible | Tensor | None:  # fmt: skip
+    """Mask function of transformers: what is seen, as little of it as has to be said.
+
+    The arguments are those of ``transformers.masking_utils.sdpa_mask``. A single query gets that
+    one's mask, which is linear in the length, and so does whatever is not recognised.
+    """
+    if isinstance(attention_mask, Visible):
+        return attention_mask  # prepared before, by `generate`
+    pattern = None if use_vmap or q_length == 1 or _is_exported() else recognised(mask_function)
+    if pattern is None:
+        made: Tensor | None = sdpa_mask(
+            batch_size=batch_size, q_length=q_length, kv_length=kv_length,
+            q_offset=cast(int, q_offset), kv_offset=kv_offset, mask_function=mask_function,
+            attention_mask=attention_mask, local_size=local_size,
+            allow_is_causal_skip=allow_is_causal_skip,
+            allow_is_bidirectional_skip=allow_is_bidirectional_skip, use_vmap=use_vmap,
+            device=device,
+        )  # fmt: skip
+        return made
+    if isinstance(q_offset, Tensor) and not torch.compiler.is_compiling():
+        q_offset = int(q_offset)
+    first = q_offset - kv_offset  # place of the first query among the keys
+    options = _by_positions(pattern, first, q_length, kv_length, kv_offset)
+    options |= _by_padding(attention_mask, kv_length, kv_offset)
+    end = kv_length
+    if pattern.causal and not isinstance(first, Tensor):
+        end = max(0, min(kv_length, first + q_length))
+    if _is_plain(pattern, options, first, q_length, kv_length) and (
+        allow_is_causal_skip if pattern.causal else allow_is_bidirectional_skip
+    ):
+        return None  # what the model's is_causal says
+    shape = torch.Size((batch_size, 1, q_length, kv_length))
+    return Visible(shape, torch.device(device), _for_keys_before(end, options), end)
+
+
+def _is_exported() -> bool:
+    """Whether a graph is made that others run: it must hold nothing but tensors."""
+    jit: Any = torch.jit
+    return torch.compiler.is_exporting() or bool(jit.is_tracing())
+
+
+def _by_positions(
+    pattern: Pattern, first: int | Tensor, q_length: int, kv_length: int, kv_offset: int
+) -> dict[str, Any]:
+    """Options for a pattern; the first query stands at place ``first`` among the keys."""
+    options: dict[str, Any] = {}
+    left, right = pattern.left, pattern.right
+    if not isinstance(first, Tensor):  # limits that nothing reaches
+        left = None if left is not None and left >= first + q_length - 1 else left
+        right = None if right is not None and right >= kv_length - 1 - first else right
+    if pattern.causal:
+        options["causal"] = True
+    if left is not None or right is not None:
+        options["window"] = (left, right)
+    if options:
+        options["q_offset"] = first
+    ids = _segment_ids(pattern, first, q_length, kv_length, kv_offset)
+    return options if ids is None else options | {"segment_ids": ids}
+
+
+def _segment_ids(
+    pattern: Pattern, first: int | Tensor, q_length: int, kv_length: int, kv_offset: int
+) -> tuple[Tensor, Tensor] | None:
+    """Ids (batch, len) of the chunks and sequences that queries and keys are in."""
+    if pattern.packed is not None:
+        ids, positions = pattern.packed
+        if pattern.chunk is not None:
+            size, start = pattern.chunk
+            chunk = (positions - start[:, None]).div(size, rounding_mode="floor")
+            ids = ids * (1 + chunk.amax()) + chunk
+        return ids, ids
+    if pattern.chunk is None:
+        return None
+    size, start = pattern.chunk
+    # Before the start there is only padding, whose ids are negative: it sees nothing.
+    begin = kv_offset - start[:, None]
+    queries = torch.arange(q_length, device=start.device) + begin + first
+    keys = torch.arange(kv_length, device=start.device) + begin
+    return queries.div(size, rounding_mode="floor"), keys.div(size, rounding_mode="floor")
+
+
+def _by_padding(padding: Tensor | None, kv_length: int, kv_offset: int) -> dict[str, Any]:
+    """Options for a mask (batch, len) of tokens, True = no padding."""
+    if padding is None:
+        return {}
+    missing = kv_length + kv_offset - padding.shape[-1]
+    if missing > 0:  # of a cache that is longer than what was seen
+        padding = torch.nn.functional.pad(padding, (0, missing))
+    padding = padding[:, kv_offset : kv_offset + kv_length]
+    if torch.compiler.is_compiling() or isinstance(padding, FakeTensor):  # it has no values yet
+        return {"mask": padding[:, None, None, :]}
+    if bool(padding.all()):
+        return {}
+    if bool((padding[:, 1:] & ~padding[:, :-1]).any()):  # begins somewhere in the middle
+        return {"mask": padding[:, None, None, :]}
+    lengths = padding.sum(-1)
+    least, most = lengths.aminmax()
+    return {"kv_len": int(most) if least == most else lengths}
+
+
+def _is_plain(
+    pattern: Pattern, options: dict[str, Any], first: int | Tensor, q_length: int, kv_length: int
+) -> bool:
+    """Whether queries see all keys, or all up to their own place among as many.
+
+    Not where a window could be taken for one that matters: models tell attention of it as well.
+    """
+    if options.keys() - {"causal", "q_offset"}:
+        return False
+    if pattern.left is not None and pattern.left < kv_length:
+        return False
+    if not pattern.causal:
+        return True
+    return not isinstance(first, Tensor) and first == 0 and q_length == kv_length
+
+
+def _for_keys_before(end: int, options: dict[str, Any]) -> dict[str, Any]:
+    """Options for the first ``end`` keys alone."""
+    options = dict(options)
+    if "mask" in options:
+        options["mask"] = options["mask"][..., :end]
+    if "segment_ids" in options:
+        of_queries, of_keys = options["segment_ids"]
+        options["segment_ids"] = of_queries, of_keys[:, :end]
+    if "kv_len" in options:
+        lengths = options["kv_len"]
+        most = lengths.clamp(max=end) if isinstance(lengths, Tensor) else min(lengths, end)
+        options["kv_len"] = most
+    return options
