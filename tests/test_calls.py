@@ -127,13 +127,40 @@ def test_a_repeated_call_is_not_resolved_again(rng, resolved):
         resolved.clear()
 
 
+@pytest.mark.parametrize("library", ["numpy", "torch"])
+def test_lengths_in_an_array_are_a_part_of_the_call(library, rng, resolved):
+    """Their numbers count, not the array that they come in, which may be written again."""
+    query, key, value = arrays(rng, lead=(2,))
+    lengths = np.full(2, 5)
+    if library == "torch":
+        torch = pytest.importorskip("torch")
+        query, key, value, lengths = map(torch.tensor, (query, key, value, lengths))
+    five = sd.attention(query, key, value, kv_len=lengths)
+    assert len(resolved) == 1
+    copy = lengths.copy() if library == "numpy" else lengths.clone()
+    np.testing.assert_array_equal(sd.attention(query, key, value, kv_len=copy), five)
+    assert len(resolved) == 1
+    lengths += 1
+    six = sd.attention(query, key, value, kv_len=lengths)
+    assert len(resolved) == 2
+    np.testing.assert_array_equal(sd.attention(query, key, value, kv_len=6), six)
+    assert not np.array_equal(five, six)
+    tiled, long = arrays(rng, lead=(100,)), np.full(100, 5)
+    if library == "torch":
+        *tiled, long = map(torch.tensor, (*tiled, long))
+    resolved.clear()
+    for _ in range(2):  # too many numbers for a name
+        sd.attention(*tiled, kv_len=long)
+    assert len(resolved) == 2
+
+
 DIFFERENT = {
     "causal": {"causal": True}, "window": {"window": (3, 0)}, "other window": {"window": (0, 3)},
     "scale": {"scale": 0.5}, "softcap": {"softcap": 0.5}, "kv_len": {"kv_len": 5},
     "q_offset": {"causal": True, "q_offset": 3},
     "kv_offset": {"causal": True, "kv_offset": 5, "q_offset": 7},
     "dropout": {"dropout": 0.5, "seed": 1}, "another seed": {"dropout": 0.5, "seed": 2},
-    "array of lengths": {"kv_len": np.array(4)},
+    "array of lengths": {"kv_len": np.array(4)}, "unsigned": {"kv_len": np.array(3, np.uint8)},
     "segments": {"segment_ids": (np.arange(7), np.arange(9))},
     "slopes": {"alibi_slopes": np.ones(4)}, "sinks": {"sinks": np.ones(4)},
     "block mask": {"block_mask": np.zeros((1, 1), dtype=bool)},

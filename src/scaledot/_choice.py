@@ -90,6 +90,9 @@ KEPT_PAIRS = 2**10
 _SCALARS = frozenset(
     (type(None), bool, int, float, str, np.float64, np.float32, np.int64, np.int32)
 )
+MOST_NUMBERS = 64
+"""Integers in an option that is a part of a name."""
+_NAMELESS = ("nameless",)
 _kept: OrderedDict[Name, Callable[..., Any]] = OrderedDict()
 
 
@@ -102,9 +105,11 @@ def name_of(arrays: tuple[Any, ...], window: Any, *options: Any) -> Name | None:
     query = type(arrays[0])
     if query is not np.ndarray and not _is_plain(torch, arrays):
         return None
+    if not _SCALARS.issuperset(map(type, options)):
+        options = tuple(map(_by_value, options))
+        if _NAMELESS in options:
+            return None
     parts: list[Any] = [query, *map(type, options), *options, window]  # True is not 1
-    if not _SCALARS.issuperset(parts[1 : 1 + len(options)]):
-        return None
     if window is not None:
         if type(window) is not tuple or not _SCALARS.issuperset(sides := [*map(type, window)]):
             return None
@@ -120,6 +125,25 @@ def name_of(arrays: tuple[Any, ...], window: Any, *options: Any) -> Name | None:
         else:
             return None
     return tuple(parts)
+
+
+def _by_value(option: Any) -> Any:
+    """An option as a part of a name: a short array of integers, such as lengths, is its numbers."""
+    if type(option) in _SCALARS:
+        return option
+    kind, torch = type(option), sys.modules.get("torch")
+    if torch is not None and kind is torch.Tensor:
+        if option.device.type != "cpu" or option.numel() > MOST_NUMBERS:
+            return _NAMELESS
+        try:
+            option = option.numpy()
+        except (RuntimeError, TypeError):  # it is traced or transformed, or NumPy has no such dtype
+            return _NAMELESS
+    if type(option) is not np.ndarray or option.dtype.kind not in "iu":
+        return _NAMELESS
+    if option.size > MOST_NUMBERS:
+        return _NAMELESS
+    return kind, option.dtype.str, option.shape, option.tobytes()
 
 
 def _is_plain(torch: Any, arrays: tuple[Any, ...]) -> bool:
