@@ -25,7 +25,7 @@ from cli_runs import (
     save,
     succeed,
 )
-from scaledot.cli import _output
+from scaledot.cli import _output, _partial
 
 
 @pytest.fixture
@@ -311,3 +311,38 @@ def test_a_signal_leaves_no_file(tmp_path, name, stats):
     assert process.returncode == 128 + number
     assert one_line(stderr).split()[1] == ("interrupted" if name == "SIGINT" else "stopped")
     assert os.listdir(folder) == []
+
+
+@pytest.mark.parametrize("place", ["_check_folder", "left", "os.open", "samestat"])
+def test_an_interruption_of_the_start_leaves_no_folder(tmp_path, monkeypatch, place):
+    """Wherever it comes between the making of the folder and the work."""
+
+    def interrupt(*arguments, **options):
+        raise KeyboardInterrupt
+
+    if place == "os.open":
+        monkeypatch.setattr(_partial.os, "open", interrupt)
+    elif place == "samestat":
+        monkeypatch.setattr(_partial.os.path, "samestat", interrupt)
+    else:
+        monkeypatch.setattr(_partial.Partial, place, interrupt)
+    output = _output.Output(tmp_path / "out.npy", (2, 3), np.dtype("float32"), force=False)
+    with pytest.raises(KeyboardInterrupt):
+        output.__enter__()
+    monkeypatch.undo()
+    assert os.listdir(tmp_path) == []
+
+
+def test_an_interruption_leaves_what_another_run_has_left(tmp_path, monkeypatch):
+    folder = tmp_path / "out.npy.partial"
+    folder.mkdir()
+    (folder / "journal").write_bytes(b"half a line")
+
+    def interrupt(*arguments, **options):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(_partial.Partial, "left", interrupt)
+    output = _output.Output(tmp_path / "out.npy", (2, 3), np.dtype("float32"), force=False)
+    with pytest.raises(KeyboardInterrupt):
+        output.__enter__()
+    assert (folder / "journal").read_bytes() == b"half a line"

@@ -138,12 +138,15 @@ def _key_range(problem: Problem) -> tuple[int, int]:
     return min(r[0] for r in ranges), max(r[1] for r in ranges)
 
 
-def grid(
-    spec: Spec, block_q: int = BLOCK_Q, block_kv: int = BLOCK_KV, scores: int = TILE_SCORES
-) -> list[tuple[int, int]]:
-    """Axes of the result and the length of one part along each: lead, heads, queries.
+def grid(spec: Spec) -> list[tuple[int, int]]:
+    """Axes of the result and the length of one part along each: lead, heads, queries."""
+    return grid_of(spec, BLOCK_Q, BLOCK_KV, TILE_SCORES)
 
-    Tiles are ``block_q`` × ``block_kv``; a part has several where they hold fewer ``scores``.
+
+def grid_of(spec: Spec, block_q: int, block_kv: int, scores: int) -> list[tuple[int, int]]:
+    """`grid` with tiles of ``block_q`` × ``block_kv``; parts have more where these are smaller.
+
+    That is, as many as make up ``scores``.
     """
     rows = max(1, min(block_q, spec.len_q))
     budget = max(1, scores // (rows * max(1, min(block_kv, spec.len_kv))))

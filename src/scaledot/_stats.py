@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from scaledot import _arrays, _stats_view
-from scaledot._blockwise import BLOCK_Q, grid, parts, whole_rows
+from scaledot._blockwise import BLOCK_Q, grid_of, parts, whole_rows
 from scaledot._reference import Weighed, dense_rows, distances, is_large
 from scaledot._spec import Problem, Spec, accumulation
 from scaledot._typing import Array
@@ -156,7 +156,7 @@ def blockwise_stats(problem: Problem, wanted: Wanted) -> Stats:
     """Statistics with the weights of one block of rows at a time in memory."""
     spec = problem.spec
     rows = min(BLOCK_Q, max(1, BLOCK_SCORES // max(1, spec.len_kv)))
-    steps = grid(spec, rows, max(1, spec.len_kv), BLOCK_SCORES)
+    steps = grid_of(spec, rows, max(1, spec.len_kv), BLOCK_SCORES)
     return _over_parts(problem, wanted, steps, whole_rows)
 
 

@@ -85,13 +85,14 @@ class Output:
         self._recorded: Place = (0, 0)
 
     def __enter__(self) -> Output:
-        self._partial.open()
         try:
+            self._partial.open()
             self.finished = self._partial.left(
                 self.call, self.may_stop, resume=self.resume, force=self.force
             )
         except BaseException:
-            self._partial.close(remove=False)
+            # What another run has left stays; a folder of this one has nothing in it yet.
+            self._partial.close(remove=self._partial.is_bare())
             raise
         self._recorded = self.finished
         try:

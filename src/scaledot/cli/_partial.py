@@ -43,7 +43,26 @@ class Partial:
         return self.folder / name
 
     def open(self) -> None:
-        """Make the folder if it is not there, and lock it."""
+        """Make the folder if it is not there, and lock it; an interruption leaves none."""
+        is_new = not self.folder.exists()
+        try:
+            self._open()
+        except BaseException:
+            if is_new and self._lock is None:
+                self._drop()
+            raise
+
+    def _drop(self) -> None:
+        """Remove a folder with no more than a lock in it that nobody holds."""
+        with contextlib.suppress(OSError):
+            if (self / "lock").exists():
+                lock = os.open(self / "lock", os.O_RDWR)
+                if _locked(lock) and os.listdir(self.folder) == ["lock"]:
+                    (self / "lock").unlink()
+                os.close(lock)
+            self.folder.rmdir()  # fails if there is anything in it
+
+    def _open(self) -> None:
         while self._lock is None:
             with contextlib.suppress(FileExistsError):
                 self.folder.mkdir()
@@ -59,11 +78,13 @@ class Partial:
                     f"{self.output}, which another process is writing",
                     "Wait for it, or choose another name.",
                 )
-            with contextlib.suppress(FileNotFoundError):
-                if os.path.samestat(os.fstat(lock), os.stat(self / "lock")):
-                    self._lock = lock
-                    return
-            os.close(lock)  # it was that of a folder which is gone
+            try:
+                with contextlib.suppress(FileNotFoundError):
+                    if os.path.samestat(os.fstat(lock), os.stat(self / "lock")):
+                        self._lock = lock
+            finally:
+                if self._lock is None:  # it was that of a folder which is gone
+                    os.close(lock)
 
     def _check_folder(self) -> None:
         others = []
@@ -82,6 +103,13 @@ class Partial:
         for name in NAMES:
             if name != "lock":
                 (self / name).unlink(missing_ok=True)
+
+    def is_bare(self) -> bool:
+        """Whether there is nothing in the folder but its lock."""
+        try:
+            return set(os.listdir(self.folder)) <= {"lock"}
+        except OSError:
+            return False
 
     def close(self, *, remove: bool) -> None:
         """Unlock the folder, or remove it with all that it holds."""
