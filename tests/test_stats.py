@@ -128,12 +128,12 @@ def test_named_case(index, xp, impl):
 
 
 @pytest.mark.parametrize("dtype", ["float64", "float16", "bfloat16"])
-@pytest.mark.parametrize("index", range(0, len(NAMES), 3), ids=NAMES[::3])
+@pytest.mark.parametrize("index", range(0, len(NAMES), 5), ids=NAMES[::5])
 def test_named_case_in_other_dtypes(index, dtype, impl):
     check(cases.case(NAMES[index]).arguments(dtype), "case", index, dtype, impl)
 
 
-@pytest.mark.parametrize("index", range(0, len(COMBINATIONS), 2))
+@pytest.mark.parametrize("index", range(0, len(COMBINATIONS), 4))
 def test_pairs_of_options(index, impl):
     check(combination_arguments(index), "pair", index, "float32", impl)
 
