@@ -9,6 +9,7 @@ from typer.testing import CliRunner
 import scaledot as sd
 from cli_runs import one_line
 from compare import EPS, assert_close
+from scaledot import _watch
 from test_plot import pixels
 
 torch = pytest.importorskip("torch")
@@ -25,6 +26,8 @@ def models(tmp_path_factory):
     folder = tmp_path_factory.mktemp("models")
     for name in ("llama", "bert", "vit", "t5"):
         folders.save_model(name, folder)
+    bloom = hf.BloomConfig(hidden_size=32, n_layer=1, n_head=4, vocab_size=13)
+    hf.BloomForCausalLM(bloom).save_pretrained(folder / "bloom")
     return folder
 
 
@@ -129,6 +132,7 @@ def test_tokens_to_follow_are_followed(llama):
 
 def test_wrong_answers_are_not_timed(llama, monkeypatch):
     def deaf(module, query, key, value, attention_mask, **options):
+        _watch.show(module, query, key, {})
         return value[:, :, :1].repeat(1, 2, query.shape[2], 1).transpose(1, 2), None
 
     register = hf.AttentionInterface.register
@@ -146,6 +150,19 @@ def test_wrong_answers_are_not_timed(llama, monkeypatch):
         register("scaledot", own)
     assert len(count) == 3
     assert llama.config._attn_implementation == "scaledot"
+
+
+def test_models_that_compute_their_own_attention_are_not_measured(models, llama, monkeypatch):
+    line = refused("--model", models / "bloom", *SMALL)
+    assert re.search(r"attention transformers can change to \w+, got BloomForCausalLM", line)
+    # Nor where the implementation is set and another computes.
+    own = hf.AttentionInterface()["scaledot"]
+    hf.AttentionInterface.register("scaledot", hf.AttentionInterface()["sdpa"])
+    try:
+        with pytest.raises(ValueError, match="can change to scaledot, got LlamaForCausalLM"):
+            _bench.measure(_bench.Work(llama, {"input_ids": torch.arange(12)[None]}, 2), 2)
+    finally:
+        hf.AttentionInterface.register("scaledot", own)
 
 
 def test_the_numbers_of_threads(models):

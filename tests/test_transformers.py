@@ -166,6 +166,31 @@ def test_weights_are_those_of_its_own_attention(name):
             assert_close(*(x[:, :, rows] for x in (found, known, eager)), **ROOM)
 
 
+@pytest.mark.parametrize("name", tiny.OWN)
+def test_models_that_use_masks_in_their_own_way_are_refused(name):
+    kind, config = tiny.OWN[name]
+    model = kind._from_config(config(), attn_implementation="scaledot").eval()
+    message = rf"got {kind.__name__[:3]}\w+, which uses masks in its own way"
+    for keep in (None, tiny.padding("left")):
+        with pytest.raises(ValueError, match=message):
+            model(tiny.token_ids(), attention_mask=keep)
+
+
+def test_rows_that_a_model_cuts_out_of_its_masks_are_right():
+    # Its last layers compute the tokens whose logits are kept, and those alone.
+    kind, config = tiny.CUTS
+    logits = []
+    for dtype, impl, more in (
+        (torch.float32, "scaledot", {"logits_to_keep": 3}), (torch.float64, "truth", {}),
+        (torch.float32, "eager", {}),
+    ):  # fmt: skip
+        torch.manual_seed(0)
+        model = kind._from_config(config(), attn_implementation=impl).to(dtype).eval()
+        with torch.no_grad():
+            logits.append(model(tiny.token_ids(), **more).logits[:, -3:])
+    assert_close(*logits, **ROOM)
+
+
 @pytest.mark.models
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_gradient_checkpoints_change_nothing_with_dropout(reentrant):

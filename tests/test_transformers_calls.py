@@ -53,8 +53,9 @@ def test_causality_without_mask_is_that_of_sdpa(len_q, len_kv, of_module, given)
     assert_equal(found, known, len_kv)
 
 
-@pytest.mark.parametrize(("causal", "right"), [(True, 0), (False, 2)])
-@pytest.mark.parametrize("len_q", [9, 1])
+@pytest.mark.parametrize(("causal", "right", "len_q"), [
+    (True, 0, 9), (True, 0, 1), (False, 2, 9), (False, 2, 4), (False, 2, 1),
+])  # fmt: skip
 def test_a_window_without_mask_is_kept(causal, right, len_q):
     x = tensors(len_q, 9)
     far = torch.arange(9) - torch.arange(9 - len_q, 9)[:, None]
@@ -116,6 +117,17 @@ def test_bounds_of_packed_sequences_part_them():
         for part in (slice(0, 2), slice(2, 6))
     ]
     assert_equal(found, torch.cat(parts, 1), 6)
+
+
+def test_bounds_of_keys_must_be_those_of_queries():
+    bounds = torch.tensor([0, 2, 6], dtype=torch.int32)
+    x = tensors(6, 6)
+    known, _ = attend(Module(), *x, None, cu_seq_lens_q=bounds)
+    found, _ = attend(Module(), *x, None, cu_seq_lens_q=bounds, cu_seq_lens_k=bounds.long())
+    assert torch.equal(found, known)
+    for other in ([0, 3, 6], [0, 6]):
+        with pytest.raises(ValueError, match="cu_seq_lens_k must equal cu_seq_lens_q, got other"):
+            attend(Module(), *x, None, cu_seq_lens_q=bounds, cu_seq_lens_k=torch.tensor(other))
 
 
 def test_autocast_computes_in_its_dtype():

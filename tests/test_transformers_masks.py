@@ -1,6 +1,7 @@
 """Masks that transformers asks for, as positions and lengths, equal its own boolean matrices."""
 
 import itertools
+import operator
 
 import pytest
 
@@ -127,22 +128,27 @@ def test_custom_functions_that_need_vmap_are_evaluated():
     assert torch.equal(found, seen.expand(2, 1, -1, -1))
 
 
-@pytest.mark.parametrize(("function", "place", "skip", "is_none"), [
-    ("causal", "alone", True, True), ("causal", "alone", False, False),
-    ("causal", "a cache to fill", True, False), ("causal", "behind others", True, False),
-    ("window", "alone", True, False), ("wide window", "alone", True, True),
-    ("window of all", "alone", True, False),
-    ("bidirectional", "alone", True, True), ("bidirectional", "behind others", True, True),
-    ("bidirectional", "alone", False, False),
-])  # fmt: skip
-def test_nothing_is_handed_over_where_the_model_says_it_all(function, place, skip, is_none):
-    skips = {"allow_is_causal_skip": skip, "allow_is_bidirectional_skip": skip}
-    kv_length = PLACES[place][0]
-    for name in ("none", "whole"):
-        given = asked(FUNCTIONS[function], place, paddings(kv_length)[name], **skips)
-        assert (mask(**given) is None) == is_none
-    given = asked(FUNCTIONS[function], place, paddings(kv_length)["left"], **skips)
-    assert mask(**given) is not None
+SKIPS = {"allow_is_causal_skip": True, "allow_is_bidirectional_skip": True}
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_nothing_is_handed_over_only_where_all_is_seen(function, place):
+    kv_length, _, kv_offset = PLACES[place]
+    for keep in paddings(kv_length + kv_offset).values():
+        found = mask(**asked(FUNCTIONS[function], place, keep, **SKIPS))
+        known = made.sdpa_mask(**asked(FUNCTIONS[function], place, keep))
+        assert (found is None) == bool(known.all())
+        assert found is None or torch.equal(found[:, :, -3:], known[:, :, -3:])  # rows are right
+    kept = {"allow_is_bidirectional_skip": False}
+    assert mask(**asked(FUNCTIONS[function], place, None, **SKIPS | kept)) is not None
+
+
+def test_causal_masks_that_are_not_recognised_are_always_matrices():
+    function = made.causal_mask_function
+    skip = {"allow_is_causal_skip": True}
+    found = mask(**asked(lambda *places: function(*places), "alone", None, **skip))
+    assert torch.equal(found, made.sdpa_mask(**asked(function, "alone", None)))
 
 
 def test_a_single_query_has_one_row():
@@ -182,6 +188,48 @@ def test_any_other_use_is_one_of_the_matrix():
     assert not hasattr(found, "no_method_of_tensors")
     with pytest.raises(AttributeError):
         found.__array_interface__  # noqa: B018
+
+
+ADDED = "must not be added or multiplied"
+CHANGED = "must not be changed in place, got"
+
+
+@pytest.mark.parametrize(("use", "message"), [
+    (lambda seen, x: seen + x, ADDED), (lambda seen, x: x + seen, ADDED),
+    (lambda seen, x: x - seen, ADDED), (lambda seen, x: x * seen, ADDED),
+    (lambda seen, x: seen * -1e9, ADDED), (lambda seen, x: seen.mul(x), ADDED),
+    (lambda seen, x: torch.add(x, other=seen), ADDED), (lambda seen, x: x.add_(seen), ADDED),
+    (lambda seen, x: operator.iadd(x, seen), ADDED),
+    (lambda seen, x: seen.masked_fill_(~seen, True), f"{CHANGED} masked_fill_"),
+    (lambda seen, x: torch.relu_(seen), f"{CHANGED} relu_"),
+    (lambda seen, x: torch.logical_not(x, out=seen), f"{CHANGED} logical_not"),
+])  # fmt: skip
+def test_uses_that_cannot_be_right_are_errors(use, message):
+    seen = mask(**asked(FUNCTIONS["window"], "alone", None))
+    with pytest.raises(TypeError, match=message):
+        use(seen, torch.zeros(LEN_Q, LEN_Q))
+
+
+def test_sums_of_booleans_and_changes_of_others_are_those_of_the_matrix():
+    seen = mask(**asked(FUNCTIONS["window"], "alone", None))
+    whole = seen.dense()
+    assert torch.equal(seen + torch.ones(1, dtype=torch.int64), whole + 1)
+    assert torch.equal(seen * whole, whole)
+    scores = torch.zeros(whole.shape)
+    assert torch.equal(scores.clone().masked_fill_(seen, 1.0), scores.masked_fill(whole, 1.0))
+
+
+def test_a_mask_has_no_truth():
+    with pytest.raises(RuntimeError, match="more than one value is ambiguous"):
+        bool(mask(**asked(FUNCTIONS["window"], "alone", None)))
+
+
+def test_arguments_of_masks_that_are_not_understood_are_errors():
+    given = asked(FUNCTIONS["window"], "alone", None)
+    plain = mask(**given).dense()
+    assert torch.equal(mask(**given, dtype=torch.float32, block_ids=None).dense(), plain)
+    with pytest.raises(ValueError, match="known to scaledot, but block_ids is not, got Tensor"):
+        mask(**given, block_ids=torch.zeros(2, LEN_Q))
 
 
 @pytest.mark.parametrize("place", PLACES)

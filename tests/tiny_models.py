@@ -99,6 +99,28 @@ CONFIGS = {
         hidden_size=HIDDEN, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
         image_size=16, patch_size=4, initializer_range=0.3)),
 }  # fmt: skip
+CUTS = (hf.Gemma4ForCausalLM, lambda: hf.Gemma4TextConfig(
+    **_decoder | {"num_hidden_layers": 4}, head_dim=8, global_head_dim=8, sliding_window=64,
+    layer_types=_kinds * 2, vocab_size_per_layer_input=64, hidden_size_per_layer_input=8,
+    num_kv_shared_layers=2))  # fmt: skip
+# These ask for masks as all do, and attend by themselves.
+OWN = {
+    "bloom": (hf.BloomForCausalLM, lambda: hf.BloomConfig(
+        hidden_size=HIDDEN, n_layer=1, n_head=4, vocab_size=64)),
+    "xglm": (hf.XGLMForCausalLM, lambda: hf.XGLMConfig(
+        d_model=HIDDEN, ffn_dim=64, num_layers=1, attention_heads=4, vocab_size=64,
+        max_position_embeddings=64)),
+    "mpnet": (hf.MPNetModel, lambda: hf.MPNetConfig(
+        hidden_size=HIDDEN, intermediate_size=64, num_hidden_layers=1, num_attention_heads=4,
+        vocab_size=64)),
+    "deepseek_v4": (hf.DeepseekV4ForCausalLM, lambda: hf.DeepseekV4Config(
+        vocab_size=64, hidden_size=HIDDEN, moe_intermediate_size=16, num_hidden_layers=1,
+        num_attention_heads=4, head_dim=16, q_lora_rank=16, n_routed_experts=4,
+        num_experts_per_tok=2, sliding_window=16, o_groups=2, o_lora_rank=8, index_n_heads=2,
+        index_head_dim=8, index_topk=4, layer_types=["heavily_compressed_attention"],
+        compress_rates={"compressed_sparse_attention": 2, "heavily_compressed_attention": 2},
+        hc_mult=2, max_position_embeddings=64, num_nextn_predict_layers=0, pad_token_id=0)),
+}  # fmt: skip
 DECODERS = ("llama", "mistral", "qwen2", "phi", "gemma2", "gemma3", "gpt_oss", "llama4", "gpt2")
 TEXT = (*DECODERS, "bert", "modernbert")
 SEVERAL = ("t5", "whisper")

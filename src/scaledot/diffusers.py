@@ -130,24 +130,24 @@ class AttnProcessor:
         """
         if attention_mask is not None:
             _check_mask(attn, hidden_states.shape[0], attention_mask)
-        if getattr(attn, "add_k_proj", None) is None:
+        form = _form(attn)
+        if form == "plain":
             return _plain(attn, hidden_states, encoder_hidden_states, attention_mask, temb)
-        if getattr(attn, "add_q_proj", None) is None:
+        if form == "added keys":
             return _with_added_keys(attn, hidden_states, encoder_hidden_states, attention_mask)
         return _joint(attn, hidden_states, encoder_hidden_states)
 
 
-# Processors that compute what AttnProcessor does, by their exact classes: subclasses do more.
-_EXCHANGED = (
-    AttnProcessor,
-    attention_processor.AttnProcessor,
-    attention_processor.AttnProcessor2_0,
-    attention_processor.AttnAddedKVProcessor,
-    attention_processor.AttnAddedKVProcessor2_0,
-    attention_processor.JointAttnProcessor2_0,
-    attention_processor.SlicedAttnProcessor,
-    attention_processor.SlicedAttnAddedKVProcessor,
-)
+# Forms of what processors compute, by their exact classes: subclasses do more.
+_EXCHANGED = {
+    attention_processor.AttnProcessor: "plain",
+    attention_processor.AttnProcessor2_0: "plain",
+    attention_processor.SlicedAttnProcessor: "plain",
+    attention_processor.AttnAddedKVProcessor: "added keys",
+    attention_processor.AttnAddedKVProcessor2_0: "added keys",
+    attention_processor.SlicedAttnAddedKVProcessor: "added keys",
+    attention_processor.JointAttnProcessor2_0: "joint",
+}
 
 
 def set_processor(model: nn.Module) -> None:
@@ -165,7 +165,8 @@ def set_processor(model: nn.Module) -> None:
         If it is not a module.
     ValueError
         If it contains no ``Attention``, or a processor that computes something else, such as one
-        with rotary embeddings, an adapter or fused projections. Nothing is changed then.
+        with rotary embeddings, an adapter or fused projections, or one that leaves out projections
+        for added keys that its module has. Nothing is changed then.
 
     Notes
     -----
@@ -192,7 +193,7 @@ def set_processor(model: nn.Module) -> None:
         f"{type(module.processor).__name__} at {name or 'the model itself'}"
         for name, module in modules.items()
         if not isinstance(module, attention_processor.Attention)
-        or type(module.processor) not in _EXCHANGED
+        or not _is_standard(module)
     }
     if not modules or other:
         raise value_error(
@@ -202,6 +203,19 @@ def set_processor(model: nn.Module) -> None:
         )
     for module in modules.values():
         module.set_processor(AttnProcessor())
+
+
+def _form(attn: Any) -> str:
+    """What the projections of a module are for: "plain", "added keys" or "joint"."""
+    if getattr(attn, "add_k_proj", None) is None:
+        return "plain"
+    return "added keys" if getattr(attn, "add_q_proj", None) is None else "joint"
+
+
+def _is_standard(module: Any) -> bool:
+    """Whether the processor of a module computes what AttnProcessor does with its projections."""
+    kind = type(module.processor)
+    return kind is AttnProcessor or _EXCHANGED.get(kind) == _form(module)
 
 
 def _check_mask(attn: Any, batch: int, mask: Tensor) -> None:

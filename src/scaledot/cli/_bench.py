@@ -20,7 +20,7 @@ from rich.table import Table
 from rich.text import Text
 
 import scaledot
-from scaledot import plot
+from scaledot import _watch, plot
 from scaledot._errors import value_error
 from scaledot.cli import _load, _run
 from scaledot.cli._progress import Progress
@@ -86,8 +86,10 @@ def measure(
     Raises
     ------
     ValueError
-        Answers differ by more than rounding: twice the difference of sdpa and eager, and a floor
-        of ``eps · √len · max |answer|`` in float32 and of one rounding in the model's dtype.
+        The model does not take one of the implementations, so that another would be measured in
+        its place. Or answers differ by more than rounding: twice the difference of sdpa and eager,
+        and a floor of ``eps · √len · max |answer|`` in float32 and of one rounding in the model's
+        dtype.
     """
     torch = importlib.import_module("torch")
     before = work.model.config._attn_implementation
@@ -97,7 +99,7 @@ def measure(
             follow = _compare(work, found, told)
             for _ in range(repeats):
                 for name, figures in found.items():
-                    work.model.set_attn_implementation(name)
+                    _switch(work.model, name)
                     _, _, prefill, decode = _passed(work, follow)
                     figures.prefill.append(prefill)
                     figures.decode.append(decode)
@@ -112,8 +114,17 @@ def _compare(work: Work, found: dict[str, Measured], told: Callable[[], None]) -
     torch = importlib.import_module("torch")
     answers, follow = {}, None
     for name in found:
-        work.model.set_attn_implementation(name)
-        answer, chosen, _, _ = _passed(work, follow)
+        _switch(work.model, name)
+        calls = 0
+
+        def count(*_: Any) -> None:
+            nonlocal calls
+            calls += 1
+
+        with _watch.watching(count):
+            answer, chosen, _, _ = _passed(work, follow)
+        if (calls > 0) != (name == "scaledot"):
+            raise _not_exchanged(work.model, name)
         answers[name] = answer
         follow = chosen if follow is None else follow
         told()
@@ -132,6 +143,20 @@ def _compare(work: Work, found: dict[str, Measured], told: Callable[[], None]) -
                 "Nothing was timed. Please report it, with the model's config.json.",
             )
     return follow
+
+
+def _switch(model: Any, name: str) -> None:
+    """Set an implementation, which transformers leaves as it is where it knows it has no effect."""
+    model.set_attn_implementation(name)
+    if model.config._attn_implementation != name:
+        raise _not_exchanged(model, name)
+
+
+def _not_exchanged(model: Any, name: str) -> ValueError:
+    return value_error(
+        f"the model must be one whose attention transformers can change to {name}",
+        f"{type(model).__name__}, which computes its own", "Nothing was timed.",
+    )  # fmt: skip
 
 
 def _passed(work: Work, follow: Any) -> tuple[Any, Any, float, float]:

@@ -40,7 +40,8 @@ def register(name: str = "scaledot") -> None:
     -----
     It may be called again. Masks by causality, padding, sliding windows, chunks and packed
     sequences are handed over as positions and lengths, in memory linear in the length; any other
-    is a boolean matrix. Arguments that attention here does not know are errors.
+    is a boolean matrix. Arguments that attention here does not know are errors, and so are models
+    that ask transformers for masks and then compute attention themselves.
 
     References
     ----------

@@ -86,13 +86,14 @@ def _without_mask(
 ) -> tuple[dict[str, Any], int]:
     """Options where the model gives no mask, and how many keys they are for.
 
-    One query is the last and sees all keys; several begin at the first key, as in a cache that is
-    not full yet.
+    One query is the last and sees all keys; several that are causal begin at the first key, as in
+    a cache that is not full yet. Others end at the last key.
     """
     len_q, len_kv = query.shape[-2], key.shape[-2]
     options: dict[str, Any] = {}
     if sliding_window is not None and sliding_window <= len_kv:
         options["window"] = (sliding_window - 1, 0 if causal else sliding_window - 1)
+        options["q_offset"] = len_kv - len_q
     if not causal or len_q == 1:
         return options, len_kv
     return options | {"causal": True, "q_offset": 0}, min(len_q, len_kv)
@@ -125,16 +126,30 @@ def _sequences(
     query: Tensor, key: Tensor, of_queries: Tensor, of_keys: Tensor | None, options: dict[str, Any]
 ) -> dict[str, Any]:
     """Options for packed sequences that are given by their bounds (number + 1,)."""
+    if of_keys is not None and of_keys is not of_queries:
+        _check_same(of_queries, of_keys)
     if "segment_ids" in options:  # transformers found them by the positions
         return {}
     len_q, len_kv = query.shape[-2], key.shape[-2]
-    if len_q != len_kv or (of_keys is not None and of_keys.shape != of_queries.shape):
+    if len_q != len_kv:
         raise value_error(
             "packed queries must be as many as their keys", f"{len_q} and {len_kv}",
             "Leave cu_seq_lens_q out and pass attention_mask.",
         )
     places = torch.arange(len_q, device=query.device)
     return {"segment_ids": torch.bucketize(places, of_queries[1:], right=True)}
+
+
+def _check_same(of_queries: Tensor, of_keys: Tensor) -> None:
+    """Raise where keys are packed otherwise than queries; in a graph only numbers are compared."""
+    if of_keys.shape == of_queries.shape and (
+        torch.compiler.is_compiling() or not bool((of_keys != of_queries).any())
+    ):
+        return
+    raise value_error(
+        "cu_seq_lens_k must equal cu_seq_lens_q", "other bounds",
+        "Leave both out and pass attention_mask.",
+    )
 
 
 def _scores(

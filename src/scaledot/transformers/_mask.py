@@ -10,6 +10,8 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from transformers.masking_utils import causal_mask_function, sdpa_mask
 
+from scaledot._errors import type_error, value_error
+from scaledot.transformers._model import check
 from scaledot.transformers._pattern import MaskFunction, Pattern, recognised
 
 
@@ -19,7 +21,10 @@ class Visible:
 
     It stands for a boolean tensor (batch, 1, len_q, len_kv), True = may be seen, and has its shape
     and dtype. Any other use of it, by an operator, a method or a function of PyTorch, is one of
-    that tensor, which is made then: quadratic in the length, but right.
+    that tensor, which is made then: quadratic in the length, but right. Two uses raise: changing
+    it in place, as a tensor that is made each time would lose the change; and adding it to
+    floating-point numbers, subtracting or multiplying it, as code does that takes it for a mask
+    of 0 and -inf.
 
     Attributes
     ----------
@@ -78,7 +83,17 @@ class Visible:
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or not hasattr(Tensor, name):
             raise AttributeError(name)
-        return getattr(self.dense(), name)
+        if _changes(name):
+            raise _in_place(name)
+
+        def method(*args: Any, **options: Any) -> Any:
+            return self.__torch_function__(found, (type(self),), (self, *args), options)
+
+        found = getattr(Tensor, name)
+        return method if callable(found) else getattr(self.dense(), name)
+
+    def __bool__(self) -> bool:
+        return bool(self.dense())
 
     def __getitem__(self, index: Any) -> Tensor:
         return self.dense()[index]
@@ -88,7 +103,15 @@ class Visible:
         cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         """Call a function of PyTorch with the tensor itself."""
-        return function(*_dense(args), **_dense(kwargs or {}))
+        kwargs = kwargs or {}
+        name = getattr(function, "__name__", "")
+        if isinstance(kwargs.get("out"), Visible) or (
+            _changes(name) and args and isinstance(args[0], Visible)
+        ):
+            raise _in_place(name)
+        if name.strip("_") in _ARITHMETIC:
+            _check_no_float((*args, *kwargs.values()))
+        return function(*_dense(args), **_dense(kwargs))
 
 
 def _dense(x: Any) -> Any:
@@ -100,11 +123,41 @@ def _dense(x: Any) -> Any:
     return {name: _dense(item) for name, item in x.items()} if isinstance(x, dict) else x
 
 
+_ARITHMETIC = frozenset(
+    front + name
+    for name in ("add", "sub", "mul", "subtract", "multiply") for front in ("", "r", "i")
+)  # fmt: skip
+"""Functions and methods of PyTorch, without underscores, that no boolean mask is right in."""
+
+
+def _changes(name: str) -> bool:
+    """Whether a method of tensors changes what it is called on, by its name."""
+    return name.endswith("_") and not name.startswith("__")
+
+
+def _in_place(name: str) -> TypeError:
+    return type_error(
+        "the mask of attn_implementation='scaledot' must not be changed in place", name,
+        "Use the function that returns a new tensor.",
+    )  # fmt: skip
+
+
+def _check_no_float(operands: tuple[Any, ...]) -> None:
+    """Raise where a boolean mask meets floating-point numbers in a sum or a product."""
+    for x in operands:
+        if isinstance(x, float) or (isinstance(x, Tensor) and x.is_floating_point()):
+            raise type_error(
+                "the mask of attn_implementation='scaledot' must not be added or multiplied, being "
+                "boolean (True = may be seen)", "floating-point numbers beside it",
+                "This model has an attention of its own: use 'eager' or 'sdpa'.",
+            )
+
+
 def _operator(name: str) -> Any:
     """An operator of tensors, by the name of its method."""
 
     def operate(self: Visible, *others: Any) -> Any:
-        return getattr(self.dense(), name)(*map(_dense, others))
+        return self.__torch_function__(getattr(Tensor, name), (Visible,), (self, *others))
 
     return operate
 
@@ -119,13 +172,17 @@ def mask(
     mask_function: MaskFunction = causal_mask_function,
     attention_mask: Tensor | Visible | None = None, local_size: int | None = None,
     allow_is_causal_skip: bool = True, allow_is_bidirectional_skip: bool = False,
-    use_vmap: bool = False, device: torch.device | str = "cpu", **others: Any,
+    use_vmap: bool = False, device: torch.device | str = "cpu", config: Any = None, **others: Any,
 ) -> Visible | Tensor | None:  # fmt: skip
     """Mask function of transformers: what is seen, as little of it as has to be said.
 
     The arguments are those of ``transformers.masking_utils.sdpa_mask``. A single query gets that
-    one's mask, which is linear in the length, and so does whatever is not recognised.
+    one's mask, which is linear in the length, and so does whatever is not recognised. Several
+    queries that see keys causally never get None: models cut rows out of masks, and what is_causal
+    says is about all rows.
     """
+    check(config)
+    _refuse_unknown(others)
     if isinstance(attention_mask, Visible):
         return attention_mask  # prepared before, by `generate`
     pattern = None if use_vmap or q_length == 1 or _is_exported() else recognised(mask_function)
@@ -134,7 +191,7 @@ def mask(
             batch_size=batch_size, q_length=q_length, kv_length=kv_length,
             q_offset=cast(int, q_offset), kv_offset=kv_offset, mask_function=mask_function,
             attention_mask=attention_mask, local_size=local_size,
-            allow_is_causal_skip=allow_is_causal_skip,
+            allow_is_causal_skip=allow_is_causal_skip and q_length == 1,
             allow_is_bidirectional_skip=allow_is_bidirectional_skip, use_vmap=use_vmap,
             device=device,
         )  # fmt: skip
@@ -147,12 +204,20 @@ def mask(
     end = kv_length
     if pattern.causal and not isinstance(first, Tensor):
         end = max(0, min(kv_length, first + q_length))
-    if _is_plain(pattern, options, first, q_length, kv_length) and (
-        allow_is_causal_skip if pattern.causal else allow_is_bidirectional_skip
-    ):
-        return None  # what the model's is_causal says
+    if allow_is_bidirectional_skip and _sees_all(pattern, options, kv_length):
+        return None
     shape = torch.Size((batch_size, 1, q_length, kv_length))
     return Visible(shape, torch.device(device), _for_keys_before(end, options), end)
+
+
+def _refuse_unknown(others: dict[str, Any]) -> None:
+    """Raise for an argument that may change what the mask means; boolean masks have no dtype."""
+    for name, given in others.items():
+        if name != "dtype" and given is not None:
+            raise value_error(
+                f"arguments of masks must be known to scaledot, but {name} is not",
+                type(given).__name__, "Use attn_implementation='sdpa' or 'eager' for this model.",
+            )
 
 
 def _is_exported() -> bool:
@@ -220,20 +285,12 @@ def _by_padding(padding: Tensor | None, kv_length: int, kv_offset: int) -> dict[
     return {"kv_len": int(most) if least == most else lengths}
 
 
-def _is_plain(
-    pattern: Pattern, options: dict[str, Any], first: int | Tensor, q_length: int, kv_length: int
-) -> bool:
-    """Whether queries see all keys, or all up to their own place among as many.
+def _sees_all(pattern: Pattern, options: dict[str, Any], kv_length: int) -> bool:
+    """Whether queries see all keys.
 
     Not where a window could be taken for one that matters: models tell attention of it as well.
     """
-    if options.keys() - {"causal", "q_offset"}:
-        return False
-    if pattern.left is not None and pattern.left < kv_length:
-        return False
-    if not pattern.causal:
-        return True
-    return not isinstance(first, Tensor) and first == 0 and q_length == kv_length
+    return not options and (pattern.left is None or pattern.left >= kv_length)
 
 
 def _for_keys_before(end: int, options: dict[str, Any]) -> dict[str, Any]:

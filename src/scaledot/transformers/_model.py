@@ -1,0 +1,61 @@
+"""Whether a model's attention is exchanged together with its masks."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from scaledot._errors import value_error
+
+_JOINS_MASKS = "deepseek_v4"
+"""This one joins masks with numbers that it adds to scores, in the mask's dtype."""
+
+
+def check(config: Any) -> None:
+    """Raise for the config of a model that would use the masks made here in its own way.
+
+    Several models ask for masks by transformers' functions, for whatever implementation is set, and
+    then compute attention themselves: a mask of another kind gives wrong answers.
+    """
+    if config is None:
+        return
+    name = _in_the_way(type(config), tuple(getattr(config, "architectures", None) or ()))
+    if name is not None:
+        raise value_error(
+            "attn_implementation='scaledot' must be given to a model whose attention "
+            "transformers can exchange", f"{name}, which uses masks in its own way",
+            "Use attn_implementation='eager' or 'sdpa' for this model.",
+        )
+
+
+def _in_the_way(kind: type, architectures: tuple[str, ...]) -> str | None:
+    """What is found, once for each kind of model."""
+    return _found(kind, architectures)
+
+
+_constant: Any = torch.compiler.assume_constant_result
+_constant(_in_the_way)  # marks it: graphs hold what it returns, not how that is found
+
+
+@functools.cache
+def _found(kind: type, architectures: tuple[str, ...]) -> str | None:
+    """Name of the model with such a config that uses masks in its own way, None for others."""
+    # Only those that are loaded are known, and one that asks for a mask is.
+    models = [model for model in _subclasses(PreTrainedModel) if model.config_class is kind]
+    models = [model for model in models if model.__name__ in architectures] or models
+    if getattr(kind, "model_type", None) == _JOINS_MASKS:
+        return (*(model.__name__ for model in models), kind.__name__)[0]
+    return next(
+        (model.__name__ for model in models if not model._can_set_attn_implementation()), None
+    )
+
+
+def _subclasses(kind: type[Any]) -> Iterator[type[Any]]:
+    """All classes that derive from a class, those that derive directly first."""
+    for derived in kind.__subclasses__():
+        yield derived
+        yield from _subclasses(derived)
