@@ -215,6 +215,8 @@ def _form(attn: Any) -> str:
 def _is_standard(module: Any) -> bool:
     """Whether the processor of a module computes what AttnProcessor does with its projections."""
     kind = type(module.processor)
+    if kind is attention_processor.JointAttnProcessor2_0 and _form(module) == "plain":
+        return True  # of one stream alone, as in the second attention of a block
     return kind is AttnProcessor or _EXCHANGED.get(kind) == _form(module)
 
 
