@@ -30,7 +30,7 @@ def test_processor_and_module_must_be_of_one_form(of_processor, of_module):
         attn = kinds.Attention(
             query_dim=WIDTH, heads=2, dim_head=4, processor=processor, **FORMS[of_module]
         )
-        if of_module == of_processor:
+        if of_module == of_processor or (of_processor, of_module) == ("joint", "plain"):
             module.set_processor(attn)
             assert isinstance(attn.processor, module.AttnProcessor)
             module.set_processor(attn)  # again is allowed
@@ -38,3 +38,14 @@ def test_processor_and_module_must_be_of_one_form(of_processor, of_module):
             with pytest.raises(ValueError, match=f"got {type(processor).__name__} at the model"):
                 module.set_processor(attn)
             assert attn.processor is processor
+
+
+@pytest.mark.parametrize("more", [
+    {"residual_connection": True}, {"rescale_output_factor": 2.0}, {"norm_num_groups": 2},
+])  # fmt: skip
+def test_a_joint_processor_leaves_out_what_a_plain_module_may_have(more):
+    processor = kinds.JointAttnProcessor2_0()
+    attn = kinds.Attention(query_dim=WIDTH, heads=2, dim_head=4, processor=processor, **more)
+    with pytest.raises(ValueError, match="got JointAttnProcessor2_0 at the model"):
+        module.set_processor(attn)
+    assert attn.processor is processor

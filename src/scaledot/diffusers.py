@@ -216,7 +216,10 @@ def _is_standard(module: Any) -> bool:
     """Whether the processor of a module computes what AttnProcessor does with its projections."""
     kind = type(module.processor)
     if kind is attention_processor.JointAttnProcessor2_0 and _form(module) == "plain":
-        return True  # of one stream alone, as in the second attention of a block
+        # On one stream alone, as in the second attention of a block; it takes no part of these.
+        norms = (module.group_norm, module.spatial_norm)
+        has_more = module.residual_connection or module.rescale_output_factor != 1
+        return norms == (None, None) and not has_more
     return kind is AttnProcessor or _EXCHANGED.get(kind) == _form(module)
 
 
