@@ -15,6 +15,10 @@ from scaledot import introspect, report
 from scaledot._stats import bin_edges
 from scaledot.report import _maps, _page
 
+# Half a unit of the last digit kept, beside the smallest number that has so many; float32's own
+# rounding is far below.
+FIVE_DIGITS = 0.5 * 10.0 ** (1 - 5) * 1.01
+
 AWKWARD = (
     "</script><script>alert(1)</script>", "<!--", "\"'&amp;", "😀", "שלום", "a\nb", "", "\u2028",
     "\ud800", "{{data}}",
@@ -130,7 +134,7 @@ def test_sinks_are_kept_as_the_rest():
     scores = query[0] @ key[0].swapaxes(-1, -2) / np.sqrt(8)
     share = np.exp(sinks)[:, None]
     rest = share / (np.exp(scores).sum(axis=-1) + share)
-    np.testing.assert_allclose(data["rests"][0], rest, rtol=1e-4)  # five digits are kept
+    np.testing.assert_allclose(data["rests"][0], rest, rtol=FIVE_DIGITS)
     assert not data["plain"]
     assert data_of(report.html(introspect.trace(query, key)))["rests"] == [None]
 
@@ -307,7 +311,8 @@ def test_what_is_received():
         order = np.argsort(-means[head])[:5]
         assert [index for index, _, _ in found] == order.tolist()
         assert [token for _, token, _ in found] == ["abcdefghi"[j] for j in order]
-        np.testing.assert_allclose([mean for *_, mean in found], means[head][order], rtol=1e-3)
+        kept = [mean for *_, mean in found]
+        np.testing.assert_allclose(kept, means[head][order], rtol=10 * FIVE_DIGITS)  # four
 
 
 def test_findings_and_summary_are_those_of_introspect():
@@ -321,7 +326,7 @@ def test_findings_and_summary_are_those_of_introspect():
         {"kind": f.kind, "layer": f.layer, "head": f.head, "reason": f.reason} for f in found
     ]
     expected = introspect.summary(trace).max_weight
-    np.testing.assert_allclose(data["summary"]["max_weight"], expected, rtol=1e-4)
+    np.testing.assert_allclose(data["summary"]["max_weight"], expected, rtol=FIVE_DIGITS)
 
 
 def test_refused():
