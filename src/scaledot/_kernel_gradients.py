@@ -224,8 +224,7 @@ class _Backward:
             "grad_out": address(passed.grad_out), "delta": address(passed.delta),
             "row_shift": address(passed.shift), "scratch_bytes": scratch,
         })  # fmt: skip
-        small = self.work < cpu.SMALL
-        call = Prepared(kernel, record, self.keep, tasks, small, scratch, (0, 0, 0), (), None)
+        call = Prepared(kernel, record, self.keep, tasks, self.work, scratch, (0, 0, 0), (), None)
         launch(call, *arrays, passed.out, passed.lse)
 
     def run(self, wanted: Collection[str], arrays: Arrays, passed: Passed) -> dict[str, Any]:

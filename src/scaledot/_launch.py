@@ -12,15 +12,17 @@ from typing import Any, NamedTuple, cast
 
 import numpy as np
 
-from scaledot import _arrays, _threads
+from scaledot import _arrays
 from scaledot._errors import value_error
-from scaledot._kernels import threads
+from scaledot._kernels import team, threads
 from scaledot._kernels.call import CALL
 from scaledot._kernels.jit import Kernel
 from scaledot._kernels.pack import DTYPES
 from scaledot._typing import Array
 
 NO_LIMIT = 2**62
+SMALL = 2**15
+"""Multiply-adds below which a call stays on the caller's thread."""
 VOLATILE = (
     "address", "counter", "query", "key", "value", "mask", "bias", "out", "lse", "part_out",
     "part_lse", "finished", "workers", "scratch", "status",
@@ -62,6 +64,13 @@ def in_order(shape: tuple[int, ...], size: int, dtype: int) -> Memory:
     """Memory of a new array."""
     steps = itertools.accumulate(reversed(shape[1:]), int.__mul__, initial=size)
     return Memory(shape, tuple(steps)[::-1], dtype)
+
+
+def by_token(shape: tuple[int, ...], size: int, dtype: int) -> Memory:
+    """Memory of a new array (..., num_heads, len, d) in which heads of a token are neighbours."""
+    *lead, heads, rows, width = shape
+    *steps, row, head, column = in_order((*lead, rows, heads, width), size, dtype).strides
+    return Memory(shape, (*steps, head, row, column), dtype)
 
 
 _NAMES = cast(tuple[str, ...], CALL.names)
@@ -110,12 +119,13 @@ class Prepared(NamedTuple):
     record: list[Any]  # the pieces
     keep: object  # owns what the record has addresses of
     tasks: int
-    is_small: bool
+    work: int  # multiply-adds, about
     scratch: int  # bytes of each worker
     parts: tuple[int, int, int]  # bytes of part_out, part_lse, finished
     shape: tuple[int, ...]  # of the result
     numbers: Any  # its dtype; None for that of query
     lse: Any = None  # dtype of lse; None where it is not wanted
+    by_token: bool = False  # whether the heads of a token lie side by side in the result
 
 
 def launch(
@@ -123,7 +133,8 @@ def launch(
     bias: Any = None, out: Any = None, lse: Any = None,
 ) -> None:  # fmt: skip
     """Run a kernel on these arrays, on as many threads as there is work for."""
-    workers = 1 if call.is_small else max(1, min(_threads.get_num_threads(), call.tasks))
+    num_threads = team.num_threads(query)
+    workers = 1 if call.work < SMALL else max(1, min(num_threads, call.tasks))
     lse_at = _PARTS_AT + call.parts[0]
     finished_at = lse_at + call.parts[1]
     scratch_at = finished_at + call.parts[2]
@@ -145,7 +156,10 @@ def launch(
         _COUNTERS.pack_into(room, _COUNTERS_AT, NO_LIMIT, 0)  # workers end after their task
 
     held = (call, room, query, key, value, mask, bias, out, lse)
-    status = threads.run(call.kernel.address, base, workers, stop, held)
+    if workers > 1 and call.work < team.MOST_WORK and team.may_do(query, num_threads):
+        status = team.run(call.kernel.address, base, workers, num_threads)
+    else:
+        status = threads.run(call.kernel.address, base, workers, stop, held)
     if status == threads.LOST:
         raise RuntimeError("the process was forked, by a signal handler, in the midst of the call")
     if _COUNTERS.unpack_from(room, _COUNTERS_AT)[1]:

@@ -143,7 +143,7 @@ class _Backward:
         self.count = len(index)
         self.vectors = DOUBLE if spec.dtype == "float64" else SINGLE
         self.numbers = cpu.numbers_of(spec)
-        self.small = int(work.sum()) * spec.num_heads * (spec.d_k + spec.d_v) < cpu.SMALL
+        self.work = int(work.sum()) * spec.num_heads * (spec.d_k + spec.d_v)
         longest = gradient.range_of(self.vectors.size, spec.d_k, spec.d_v)
         self.range = np.minimum(-(-self.group.kv_count // BLOCK_KV) * BLOCK_KV, longest)
         self.ranges = -(-self.group.kv_count // np.maximum(1, self.range))
@@ -344,7 +344,7 @@ class _Backward:
             "d_v": spec.d_v, "key_range": BLOCK_KV,
         })  # fmt: skip
         keep = [self.keep, records, starts, held]
-        launch(Prepared(kernel, record, keep, int(starts[-1]), self.small, scratch, (0, 0, 0), (),
+        launch(Prepared(kernel, record, keep, int(starts[-1]), self.work, scratch, (0, 0, 0), (),
                         None))  # fmt: skip
 
     def _slopes(self, sums: Any) -> Any:

@@ -42,9 +42,10 @@ def set_num_threads(n: int) -> None:
     """Set how many threads scaledot uses for one call.
 
     Results do not depend on it: work is cut by lengths, never by the number of threads.
-    The environment variable ``SCALEDOT_NUM_THREADS`` sets the value at start; without it, all
-    processors that this process may run on are used. It is the kernels' number: what runs by
-    ``impl="dense"`` or ``"blockwise"`` uses the threads of its array library and BLAS.
+    The environment variable ``SCALEDOT_NUM_THREADS`` sets the value at start. Without both, all
+    processors that this process may run on are used, and for tensors ``torch.get_num_threads()``.
+    It is the kernels' number: what runs by ``impl="dense"`` or ``"blockwise"`` uses the threads of
+    its array library and BLAS.
 
     Parameters
     ----------
@@ -76,7 +77,7 @@ def get_num_threads() -> int:
     -------
     int
         What `set_num_threads` or ``SCALEDOT_NUM_THREADS`` set, else the number of processors
-        that this process may run on.
+        that this process may run on; calls on tensors then use ``torch.get_num_threads()``.
 
     Raises
     ------
@@ -90,6 +91,11 @@ def get_num_threads() -> int:
     True
     """
     return _default() if _num_threads is None else _num_threads
+
+
+def is_set() -> bool:
+    """Whether somebody has said how many threads to use."""
+    return _num_threads is not None or bool(os.environ.get(VARIABLE))
 
 
 def undisturbed(work: Callable[[], object]) -> None:

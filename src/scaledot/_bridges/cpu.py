@@ -27,6 +27,7 @@ from scaledot._launch import (
     Memory,
     Prepared,
     address,
+    by_token,
     in_order,
     launch,
     memory,
@@ -37,8 +38,6 @@ from scaledot._state import State
 from scaledot._typing import Array
 
 ModError = _launch.ModError
-SMALL = 2**15
-"""Scores below which a call stays on the caller's thread."""
 FLOAT32_MAX = float(np.finfo(np.float32).max)
 
 
@@ -89,7 +88,11 @@ def _plan_of_weights(spec: Spec) -> Plan:
 
 def run(call: Prepared, query: Array, key: Array, value: Array, mask: Any, bias: Any) -> State:
     """Attention without sinks on NumPy arrays or CPU tensors, as prepared."""
-    out, lse = results(call.shape, call.numbers, call.lse, query)
+    if call.by_token:
+        *lead, heads, rows, width = call.shape
+        out, lse = query.new_empty((*lead, rows, heads, width)).transpose(-3, -2), None
+    else:
+        out, lse = results(call.shape, call.numbers, call.lse, query)
     if call.tasks:
         launch(call, query, key, value, mask, bias, out, lse)
     if isinstance(query, np.ndarray):
@@ -114,9 +117,11 @@ def prepare(problem: Problem, *, rounded: bool, with_lse: bool = False) -> Prepa
     """
     spec, sums = problem.spec, numbers_of(problem.spec)
     shape, numbers = (*spec.scores_shape[:-1], spec.d_v), None if rounded else sums
-    out = in_order(shape, *_item(spec, numbers))
-    call = prepared(problem, plan(spec), out, numbers)
-    return call._replace(lse=sums) if with_lse else call
+    # As PyTorch's own function returns it: models join the heads of a token, here without a copy.
+    joins = rounded and not with_lse and spec.library == "torch" and spec.num_heads > 1
+    place = by_token if joins else in_order
+    call = prepared(problem, plan(spec), place(shape, *_item(spec, numbers)), numbers)
+    return call._replace(lse=sums if with_lse else call.lse, by_token=joins)
 
 
 def _item(spec: Spec, numbers: Any) -> tuple[int, int]:
@@ -143,7 +148,7 @@ def prepared(
     known |= option_functions(known, chosen.vectors)
     return Prepared(
         chosen.kernel, packed(known), keep, chosen.tasks if math.prod(out.shape[:-1]) else 0,
-        work < SMALL, chosen.scratch, _part_bytes(chosen, spec), out.shape, numbers, numbers,
+        work, chosen.scratch, _part_bytes(chosen, spec), out.shape, numbers, numbers,
     )  # fmt: skip
 
 
@@ -291,8 +296,9 @@ def add_mods(problem: Problem, known: dict[str, Any]) -> list[Any]:
     kernel = options.class_double if vectors is DOUBLE else options.class_single
     record = packed({**known, "scratch_bytes": layout.CLASS_BYTES})
     keep = [score_mod, mod, slope, classes]
-    launch(Prepared(kernel, record, keep, len(classes), False, layout.CLASS_BYTES, (0, 0, 0),
-                    (), None))  # fmt: skip
+    work = len(classes) * HOST.nr * vectors.lanes * BLOCK_KV
+    launch(Prepared(kernel, record, keep, len(classes), work, layout.CLASS_BYTES, (0, 0, 0), (),
+                    None))  # fmt: skip
     return keep
 
 

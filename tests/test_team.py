@@ -1,0 +1,232 @@
+"""Calls on tensors run on the threads of PyTorch's OpenMP, and their results lie as its own do."""
+
+import ctypes
+import importlib
+import os
+import subprocess
+import sys
+import textwrap
+import threading
+
+import numpy as np
+import pytest
+
+import scaledot as sd
+from scaledot import _threads
+from scaledot._kernels import atomics, jit, team, threads
+
+torch = pytest.importorskip("torch")
+needs_team = pytest.mark.skipif(team._parallel() is None, reason="PyTorch is built without it")
+needs_fork = pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork here")
+
+COUNTER, NUM_TASKS, DONE, WORKERS = range(0, 32, 8)
+
+
+def count_tasks(call, worker, budget):
+    """Take tasks until none is left, one at a visit; note which workers have come."""
+    task = atomics.add(call, 1)
+    if task >= atomics.load(call + NUM_TASKS):
+        return 0
+    atomics.add(call + DONE, 1)
+    if task == 0:  # not before every thread of two has taken part
+        for _ in range(10**8):
+            if atomics.load(call + WORKERS + 8):
+                break
+            atomics.pause()
+    atomics.store(call + WORKERS + 8 * worker, 1)
+    return 1
+
+
+def fail(call, worker, budget):
+    return -5 if worker == 0 else 0
+
+
+@pytest.fixture(scope="module")
+def kernels():
+    return {f.__name__: jit.kernel(f) for f in (count_tasks, fail)}
+
+
+@pytest.fixture
+def two_threads():
+    before = torch.get_num_threads(), _threads._num_threads
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before[0])
+    _threads._num_threads = before[1]
+
+
+@needs_team
+def test_every_task_is_done_once(kernels, two_threads):
+    board = np.zeros(8, dtype=np.int64)
+    board[NUM_TASKS // 8] = 1000
+    assert team.run(kernels["count_tasks"].address, board.ctypes.data, 2, 2) == 0
+    assert board[DONE // 8] == 1000
+    assert list(board[WORKERS // 8 :]) == [1, 1, 0, 0, 0]
+
+
+@needs_team
+def test_threads_without_work_leave(kernels, two_threads):
+    board = np.zeros(8, dtype=np.int64)
+    board[NUM_TASKS // 8] = 10
+    board[WORKERS // 8 + 1] = 1  # nobody waits
+    assert team.run(kernels["count_tasks"].address, board.ctypes.data, 1, 2) == 0
+    assert board[DONE // 8] == 10
+    assert list(board[WORKERS // 8 :]) == [1, 1, 0, 0, 0]
+
+
+@needs_team
+def test_an_error_reaches_the_caller(kernels, two_threads):
+    board = np.zeros(8, dtype=np.int64)
+    assert team.run(kernels["fail"].address, board.ctypes.data, 2, 2) == -5
+
+
+def test_the_number_of_threads(two_threads, monkeypatch):
+    tensor, array = torch.zeros(1), np.zeros(1)
+    monkeypatch.delenv(_threads.VARIABLE, raising=False)
+    _threads._num_threads = None
+    torch.set_num_threads(3)
+    assert team.num_threads(tensor) == 3
+    assert team.num_threads(array) == sd.get_num_threads() == _threads._default()
+    monkeypatch.setenv(_threads.VARIABLE, "5")
+    assert team.num_threads(tensor) == team.num_threads(array) == 5
+    sd.set_num_threads(7)
+    assert team.num_threads(tensor) == team.num_threads(array) == 7
+
+
+def test_who_works(two_threads, monkeypatch):
+    """Tensors go to the team where it has the size that PyTorch's operators want."""
+    used = []
+
+    def noted(name):
+        module = importlib.import_module(f"scaledot._kernels.{name}")
+        run = module.run
+
+        def run_and_note(*arguments):
+            used.append(name)
+            return run(*arguments)
+
+        monkeypatch.setattr(module, "run", run_and_note)
+
+    noted("team")
+    noted("threads")
+    rng = np.random.default_rng(0)
+    arrays = rng.normal(size=(3, 4, 100, 16)).astype(np.float32)
+    expected = sd.attention(*arrays)
+    assert used == ["threads"]
+    tensors = torch.from_numpy(arrays).requires_grad_()
+    has_team = team._parallel() is not None
+    for of_torch, ours, name in ((2, 2, "team"), (2, None, "team"), (2, 3, "threads"),
+                                 (1, 2, "threads")):  # fmt: skip
+        used.clear()
+        torch.set_num_threads(of_torch)
+        _threads._num_threads = ours
+        out = sd.attention(*tensors)
+        out.sum().backward()
+        assert np.array_equal(out.detach().numpy(), expected)
+        assert set(used) == {name if has_team else "threads"}
+    monkeypatch.setattr(team, "MOST_WORK", 4 * 100 * 100 * 32)
+    torch.set_num_threads(2)
+    _threads._num_threads = 2
+    used.clear()
+    sd.attention(*tensors.detach())
+    assert used == ["threads"]
+
+
+def test_without_the_entry_point(two_threads, monkeypatch):
+    monkeypatch.setattr(team, "_parallel", lambda: None)
+    x = torch.ones(3, 4, 100, 16)
+    assert not team.may_do(x, 2)
+    assert torch.equal(sd.attention(*x), x[0])
+
+
+@pytest.mark.parametrize("lead", [(), (2,), (2, 3)])
+@pytest.mark.parametrize("len_q", [1, 9, 70])
+def test_heads_of_a_token_lie_side_by_side(lead, len_q):
+    rng = np.random.default_rng(0)
+    query = rng.normal(size=(*lead, 4, len_q, 8)).astype(np.float32)
+    key, value = rng.normal(size=(2, *lead, 2, 20, 8)).astype(np.float32)
+    out = sd.attention(*map(torch.from_numpy, (query, key, value)))
+    assert out.shape == query.shape
+    assert out.transpose(-3, -2).is_contiguous()
+    expected = sd.attention(query, key, value)
+    assert expected.flags.c_contiguous
+    assert np.array_equal(out.numpy(), expected)
+
+
+def run_script(text):
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(text)], capture_output=True, text=True, timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.split()
+
+
+@needs_team
+def test_no_threads_are_added():
+    found = run_script("""
+        import os, threading
+        import numpy as np
+        import torch
+        import scaledot as sd
+
+        torch.set_num_threads(2)
+        x = torch.ones(3, 4, 200, 16)
+        torch.ones(500, 500) @ torch.ones(500, 500)
+        def count():
+            tasks = "/proc/self/task"
+            return len(os.listdir(tasks)) if os.path.isdir(tasks) else threading.active_count()
+
+        before = count()
+        sd.attention(*x)
+        print(count() - before)
+        print(sum(t.name.startswith("scaledot-") for t in threading.enumerate()))
+        sd.set_num_threads(3)
+        sd.attention(*x.numpy())
+        print(sum(t.name.startswith("scaledot-") for t in threading.enumerate()))
+    """)
+    assert found == ["0", "0", "2"]
+
+
+@needs_team
+@needs_fork
+def test_a_child_of_a_fork_has_the_pool():
+    found = run_script("""
+        import os
+        import torch
+        import scaledot as sd
+        from scaledot._kernels import team
+
+        torch.set_num_threads(2)
+        x = torch.arange(3 * 4 * 200 * 16).reshape(3, 4, 200, 16).sin()
+        expected = sd.attention(*x).numpy().tobytes()
+        assert team.may_do(x, 2)
+        child = os.fork()
+        if child == 0:
+            right = not team.may_do(x, 2) and sd.attention(*x).numpy().tobytes() == expected
+            os._exit(0 if right else 1)
+        print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+        assert sd.attention(*x).numpy().tobytes() == expected
+    """)
+    assert found == ["0"]
+
+
+@needs_team
+def test_several_threads_call(two_threads):
+    x = torch.arange(3 * 4 * 100 * 16).reshape(3, 4, 100, 16).sin()
+    expected, wrong = sd.attention(*x), []
+
+    def call():
+        wrong.extend(not torch.equal(sd.attention(*x), expected) for _ in range(30))
+
+    callers = [threading.Thread(target=call) for _ in range(4)]
+    for caller in callers:
+        caller.start()
+    for caller in callers:
+        caller.join()
+    assert wrong == [False] * 120
+
+
+def test_the_request_is_as_long_as_its_fields():
+    assert ctypes.sizeof(ctypes.c_int64) * 5 == team.STATUS + 8
+    assert threads.MORE == 1
