@@ -25,7 +25,7 @@ def main() -> None:
     named = {f"sequence {i}": sequence for i, sequence in enumerate(sequences, 1)}
     with tempfile.TemporaryDirectory() as folder:
         unpack(fetch(PACKAGE, VERSION, SHA256), folder)
-        # The package's own code; its nn.MultiheadAttention are replaced in the second.
+        # The package's own code; the second runs it in scaledot.torch.exchanged.
         ways = {way: numberer("antibody", way) for way in ("pytorch", "scaledot")}
         for name, result in ways["scaledot"](named).items():
             print(f"{name}, chain {result['chain_type']}, score {result['score']:.1f}")

@@ -5,7 +5,8 @@
 Row, column and triangle attention are one module, `GatedAttention`, over different axes. The scores
 of triangle attention would be an array with three lengths, (residues, heads, residues, residues);
 here the bias of pairs is broadcast over the first of them, and so is its gradient.
-`esmfold_attention` computes the attention of a whole ESMFold of transformers in the same way.
+`scaledot.transformers.esmfold_attention` computes the attention of transformers' ESMFold in the
+same way, without a change of the model.
 
 References
 ----------
@@ -13,14 +14,13 @@ AlphaFold 2, doi 10.1038/s41586-021-03819-2, supplement 1.6; ESMFold, doi 10.112
 """
 
 import argparse
-import contextlib
-from collections.abc import Iterator
-from unittest import mock
 
 import torch
 from torch import Tensor, nn
+from transformers.models.esm.modeling_esmfold import EsmFoldTriangleAttention
 
 import scaledot as sd
+from scaledot.transformers import esmfold_attention
 
 
 class GatedAttention(nn.Module):
@@ -88,51 +88,6 @@ class Evoformer(nn.Module):
         return alignment, pair
 
 
-@contextlib.contextmanager
-def esmfold_attention() -> Iterator[None]:
-    """Within it, the triangle attention of transformers' ESMFold is computed by scaledot.
-
-    Only the scores, their softmax and the product with the values: parameters and everything
-    around them stay as they are.
-    """
-    from transformers.models.esm.modeling_esmfold import EsmFoldAttention
-
-    def forward(
-        self: EsmFoldAttention,
-        q_x: Tensor,
-        kv_x: Tensor,
-        biases: list[Tensor] | None = None,
-        use_memory_efficient_kernel: bool = False,
-        use_lma: bool = False,
-        use_flash: bool = False,
-    ) -> Tensor:
-        # The three flags ask for other ways to compute the same: none is needed.
-        query, key, value = self._prep_qkv(q_x, kv_x)  # (..., heads, len, d), query scaled
-        found = attention_with_biases(query, key, value, biases or [])
-        return self._wrap_up(found.transpose(-2, -3), q_x)
-
-    with mock.patch.object(EsmFoldAttention, "forward", forward):
-        yield
-
-
-def attention_with_biases(
-    query: Tensor, key: Tensor, value: Tensor, biases: list[Tensor]
-) -> Tensor:
-    """Unscaled attention with several biases that broadcast to (..., heads, len_q, len_kv).
-
-    Their sum may be far larger than each: a mask bias (batch, rows, 1, 1, len) and a bias of pairs
-    (batch, 1, heads, len, len) have three lengths together. What depends on the key alone needs
-    no room in the scores, it is one more feature of the key, for which every query has a 1.
-    """
-    of_keys = [bias for bias in biases if bias.ndim > 1 and bias.shape[-2] == 1]
-    of_pairs = [bias for bias in biases if bias.ndim < 2 or bias.shape[-2] != 1]
-    if of_keys:
-        feature = sum(of_keys).mT.expand(*key.shape[:-1], 1)
-        key = torch.cat([key, feature.to(key.dtype)], dim=-1)
-        query = torch.cat([query, torch.ones_like(query[..., :1])], dim=-1)
-    return sd.attention(query, key, value, bias=sum(of_pairs) if of_pairs else None, scale=1.0)
-
-
 def main() -> None:
     """Run the attentions of one block on random data and say what the largest call takes."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -148,6 +103,13 @@ def main() -> None:
     print("triangle attention of", length, "residues, 4 heads of width 8")
     print(plan)
     print(f"all scores         {4 * length**3 * x.element_size() / 2**20:,.2f} MiB, not held")
+    module = EsmFoldTriangleAttention(c_in=16, c_hidden=8, no_heads=4)
+    nn.init.normal_(module.mha.linear_o.weight)  # it would be 0 before training
+    with torch.no_grad():
+        theirs = module(pair)
+        with esmfold_attention():
+            difference = (module(pair) - theirs).abs().max() / theirs.abs().max()
+    print(f"ESMFold's own      differs by {difference:.0e} of the largest number")
 
 
 if __name__ == "__main__":

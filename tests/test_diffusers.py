@@ -10,6 +10,7 @@ import importlib
 import os
 import subprocess
 import sys
+import threading
 
 import pytest
 
@@ -286,6 +287,21 @@ def test_patched_sets_another_backend_aside(calls):
         assert len(calls) == 2
         with pytest.raises(ZeroDivisionError), module.patched():
             1 / 0  # noqa: B018
+        assert active()[0] == "flex"
+        entered, leave = threading.Event(), threading.Event()
+
+        def stay():
+            with module.patched():
+                entered.set()
+                leave.wait(60)
+
+        thread = threading.Thread(target=stay)
+        with module.patched():
+            thread.start()
+            assert entered.wait(60)
+        assert active()[0] == "native"  # there is still somebody inside
+        leave.set()
+        thread.join()
         assert active()[0] == "flex"
     assert active()[0] == "native"
 

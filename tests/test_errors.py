@@ -55,8 +55,7 @@ SOURCE = Path(sd.__file__).parent
 ELSEWHERE = (  # their errors are tested beside their functions
     "_cache", "_cache_checks", "_cache_file", "_cache_memory", "_family", "_family_checks",
     "_paged", "_paged_cache", "_ring", "_ring_plan", "_ring_rules", "_ring_transport", "_stream",
-    "_targets",
-    "_ulysses",
+    "_targets", "_torch_calls", "_torch_exchange", "_ulysses",
 )
 SEEN = []  # (file, line) in the source where the error of some test was raised
 RAN = []  # tests of this file that have run

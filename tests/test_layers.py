@@ -30,7 +30,7 @@ LAYERS = (
     ("_choice", "_packed", "_page_kernels", "_code_kernels", "_kernel_gradients",
      "_stat_kernels"),
     ("_passes",),
-    ("_torch_ops", "_torch_closures", "_packed_gradients"),
+    ("_torch_ops", "_torch_closures", "_torch_calls", "_torch_exchange", "_packed_gradients"),
     ("_torch_rules", "_jax_rules"),
     ("_torch_packed",),
     ("_rules",),

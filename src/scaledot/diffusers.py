@@ -13,6 +13,7 @@ from typing import Any
 
 import scaledot.torch
 from scaledot._errors import missing_extra, type_error, value_error
+from scaledot._torch_calls import Shared
 from scaledot.torch import scaled_dot_product_attention
 
 try:
@@ -27,6 +28,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 __all__ = ["AttnProcessor", "patched", "set_processor"]
+
+# Not a scope for each thread: who leaves would set the backend that it found, for all.
+_native = Shared(lambda: attention_backend("native"))
 
 
 @contextlib.contextmanager
@@ -58,7 +62,7 @@ def patched() -> Iterator[None]:
     ...     unet(torch.zeros(1, 1, 8, 8), 0).sample.shape
     torch.Size([1, 1, 8, 8])
     """
-    with attention_backend("native"), scaledot.torch.patched():
+    with _native.scope(), scaledot.torch.patched():
         yield
 
 

@@ -1,17 +1,17 @@
 """Attention in the shapes that PyTorch users know: a function, a switch and a module.
 
 `scaled_dot_product_attention` has the signature of PyTorch's, `patched` routes calls of that one
-to it, and `MultiheadAttention` takes the place of ``torch.nn.MultiheadAttention``. All compute on
-the CPU by `scaledot.attention`; tensors elsewhere are left to PyTorch.
+to it, `MultiheadAttention` takes the place of ``torch.nn.MultiheadAttention``, and `exchanged` puts
+it there in a model that exists. All compute on the CPU by `scaledot.attention`; tensors elsewhere
+are left to PyTorch.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
-import threading
 import types
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 from scaledot import _checks, attention, attention_weights
@@ -24,9 +24,12 @@ except ImportError:
 
 from torch import Tensor
 from torch.nn import functional
-from torch.overrides import TorchFunctionMode, has_torch_function
+from torch.overrides import TorchFunctionMode
 
-__all__ = ["MultiheadAttention", "patched", "scaled_dot_product_attention"]
+from scaledot._torch_calls import Shared, autocast_dtype, cast, is_ours, no_autocast, seeds
+from scaledot._torch_exchange import calls_are_seen, exchanged_classes
+
+__all__ = ["MultiheadAttention", "exchanged", "patched", "scaled_dot_product_attention"]
 
 # PyTorch's own, under whatever name it is called: mode handlers see this object.
 _of_pytorch = functional.scaled_dot_product_attention
@@ -95,11 +98,11 @@ def scaled_dot_product_attention(
     >>> scaledot.torch.scaled_dot_product_attention(x, x, x, is_causal=True)[0]
     tensor([1., 0., 0.])
     """
-    if not _is_ours(query=query, key=key, value=value, attn_mask=attn_mask):
+    if not is_ours(query=query, key=key, value=value, attn_mask=attn_mask):
         return _of_pytorch(
             query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
         )
-    query, key, value = _cast((query, key, value))
+    query, key, value = cast(query, key, value)
     query, key, value = _with_equal_heads(query, key, value, enable_gqa)
     mask, bias = _mask_or_bias(query, attn_mask)
     if is_causal and attn_mask is not None:
@@ -112,58 +115,24 @@ def scaled_dot_product_attention(
     )
 
 
-def _is_ours(**arguments: Tensor | None) -> bool:
-    """Whether all are plain tensors in the CPU's memory; raise for anything but tensors."""
-    tensors = []
-    for name, x in arguments.items():
-        if isinstance(x, Tensor):
-            tensors.append(x)
-        elif x is not None or not name.endswith("mask"):
-            raise type_error(
-                f"{name} must be a torch.Tensor", type(x).__name__,
-                "Arrays of other libraries go to scaledot.attention.",
-            )
-    if any(x.device.type != "cpu" or x.is_nested or x.layout != torch.strided for x in tensors):
-        return False
-    # An active mode (a default device is one) is no class with rules of its own.
-    return not (has_torch_function(tuple(tensors)) and any(map(_has_rules, tensors)))
-
-
-def _has_rules(tensor: Tensor) -> bool:
-    """Whether the tensor's class answers calls of PyTorch's functions in its own way."""
-    rule = getattr(type(tensor).__torch_function__, "__func__", None)
-    plain = getattr(Tensor.__torch_function__, "__func__", None)
-    return rule is not None and rule is not plain
-
-
-def _cast(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Return what autocast makes of tensors where it is on: all but float64 in its dtype."""
-    if not torch.is_autocast_enabled("cpu"):
-        return list(tensors)
-    dtype = torch.get_autocast_dtype("cpu")
-    return [
-        x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x for x in tensors
-    ]
-
-
 def _with_equal_heads(
     query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Check the numbers of heads; expand those of length 1 that `scaledot.attention` would not."""
     tensors = (query, key, value)
     heads = [x.shape[-3] if x.dim() > 2 else 1 for x in tensors]
-    given = _checks.shapes(query=query, key=key, value=value)
+    given = functools.partial(_checks.shapes, query=query, key=key, value=value)
     if enable_gqa:
         if heads[1] != heads[2] or heads[0] % max(heads[1], 1):
             raise value_error(
                 "with enable_gqa=True key and value must have equally many heads, a divisor of "
-                "query's", given, _checks.AXES,
+                "query's", given(), _checks.AXES,
             )  # fmt: skip
         return query, key, value
     most = max(heads) if min(heads) else 0  # 1 broadcasts to 0
     if any(count not in (1, most) for count in heads):
         raise value_error(
-            "query, key and value must have equally many heads, or 1", given,
+            "query, key and value must have equally many heads, or 1", given(),
             "Pass enable_gqa=True where heads of key and value each serve several of query.",
         )
     if heads[1] == heads[2] and heads[0] == most:
@@ -177,7 +146,7 @@ def _mask_or_bias(query: Tensor, attn_mask: Tensor | None) -> tuple[Tensor | Non
     if attn_mask is None or attn_mask.dtype == torch.bool:
         return attn_mask, None
     fit = [torch.float32, query.dtype]
-    fit += [torch.float16, torch.bfloat16] if torch.is_autocast_enabled("cpu") else []
+    fit += [] if autocast_dtype(query.device) is None else [torch.float16, torch.bfloat16]
     if attn_mask.dtype in fit:
         return None, attn_mask
     raise type_error(
@@ -191,25 +160,12 @@ def _attended(
     causal: bool, dropout_p: float, scale: float | None = None,
 ) -> Tensor:  # fmt: skip
     """`scaledot.attention` from position 0, with seeds of PyTorch's generator."""
-    seed = None
-    if dropout_p:
-        # One seed for each entry of the leading axes, in a tensor: what compiles, checkpoints or
-        # differentiates the call keeps it, and computes with one mask forwards and backwards.
-        broadcast: Any = torch.broadcast_shapes
-        lead = broadcast(*(x.shape[:-3] for x in (query, key, value)))
-        seed = torch.randint(2**63 - 1, lead, dtype=torch.int64, device=query.device)
-    with _no_autocast():
+    seed = seeds(query, key, value) if dropout_p else None
+    with no_autocast(query.device):
         return attention(
             query, key, value, causal=causal, mask=mask, bias=bias, scale=scale, dropout=dropout_p,
             seed=seed, q_offset=0,
         )  # fmt: skip
-
-
-def _no_autocast() -> contextlib.AbstractContextManager[Any]:
-    """Switch autocast off: it would round what attention holds in float32."""
-    if torch.is_autocast_enabled("cpu"):
-        return torch.autocast("cpu", enabled=False)
-    return contextlib.nullcontext()
 
 
 def _routed(*args: Any, **options: Any) -> Tensor:
@@ -239,7 +195,18 @@ class _Routed(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-_native, _inside, _was_enabled = threading.Lock(), 0, True
+@contextlib.contextmanager
+def _no_fast_path() -> Iterator[None]:
+    """Switch off PyTorch's native path of inference, which does not call its function."""
+    before = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(before)
+
+
+_without_fast_path = Shared(_no_fast_path)
 
 
 @contextlib.contextmanager
@@ -266,20 +233,8 @@ def patched() -> Iterator[None]:
     ...     layer(torch.zeros(1, 5, 8)).shape
     torch.Size([1, 5, 8])
     """
-    global _inside, _was_enabled
-    with _native:
-        if not _inside:
-            _was_enabled = torch.backends.mha.get_fastpath_enabled()
-            torch.backends.mha.set_fastpath_enabled(False)
-        _inside += 1
-    try:
-        with _Routed():
-            yield
-    finally:
-        with _native:
-            _inside -= 1
-            if not _inside:
-                torch.backends.mha.set_fastpath_enabled(_was_enabled)
+    with _without_fast_path.scope(), _Routed():
+        yield
 
 
 class MultiheadAttention(torch.nn.MultiheadAttention):
@@ -313,10 +268,8 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
     def _reset_parameters(self) -> None:
         """Initialize the parameters; called at the end of PyTorch's constructor too."""
         super()._reset_parameters()
-        # A TransformerEncoderLayer whose modules have hooks calls them; otherwise, in inference,
-        # it would compute with their parameters alone and never come here.
-        if _calls_are_seen not in self._forward_pre_hooks.values():
-            self.register_forward_pre_hook(_calls_are_seen)
+        if calls_are_seen not in self._forward_pre_hooks.values():
+            self.register_forward_pre_hook(calls_are_seen)
 
     def forward(
         self,
@@ -348,7 +301,7 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
         if query.is_nested and query.device.type == "cpu" and alone:
             return self._of_nested(query, need_weights), None
         masks = {"attn_mask": attn_mask, "key_padding_mask": key_padding_mask}
-        if not _is_ours(query=query, key=key, value=value, **masks):
+        if not is_ours(query=query, key=key, value=value, **masks):
             return super().forward(
                 query, key, value, key_padding_mask, need_weights, attn_mask,
                 average_attn_weights, is_causal,
@@ -361,7 +314,7 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
             rows = {id(x): x.unsqueeze(axis) for x in (query, key, value)}
             query, key, value = rows[id(query)], rows[id(key)], rows[id(value)]
             key_padding_mask = None if key_padding_mask is None else key_padding_mask[None]
-        q, k, v = _cast(self._projected(query, key, value))
+        q, k, v = cast(*self._projected(query, key, value))
         len_kv = k.shape[-2]
         k, v = self._appended(k, v)
         # Positions cannot stand for the mask where it shows keys that were appended.
@@ -375,7 +328,7 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
         )
         weights = None
         if need_weights:
-            with _no_autocast():
+            with no_autocast(q.device):
                 weights = attention_weights(q, k, mask=mask, bias=bias).to(q.dtype)
             weights = weights.mean(dim=1) if average_attn_weights else weights
         if batched:
@@ -386,16 +339,17 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
         self, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, is_causal: bool
     ) -> None:
         """Raise unless all have two axes, or three and one batch, and a hint has its mask."""
-        given = _checks.shapes(query=query, key=key, value=value)
+        given = functools.partial(_checks.shapes, query=query, key=key, value=value)
         batch = 0 if self.batch_first else 1
         if query.dim() not in (2, 3) or not query.dim() == key.dim() == value.dim():
             raise value_error(
-                "query, key and value must have three axes each, or two each", given,
+                "query, key and value must have three axes each, or two each", given(),
                 "Without a batch pass (len, width).",
             )
-        if query.dim() == 3 and len({x.shape[batch] for x in (query, key, value)}) > 1:
+        sizes = [x.shape[batch] for x in (query, key, value)]
+        if query.dim() == 3 and not sizes[0] == sizes[1] == sizes[2]:
             raise value_error(
-                f"query, key and value must have the same batch (axis {batch})", given,
+                f"query, key and value must have the same batch (axis {batch})", given(),
                 f"This module has batch_first={self.batch_first}.",
             )
         if is_causal and attn_mask is None:
@@ -476,10 +430,6 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
         return torch.nested.as_nested_tensor(rows, layout=x.layout)
 
 
-def _calls_are_seen(module: torch.nn.Module, arguments: tuple[Any, ...]) -> None:
-    """Hook without an effect: that it exists is enough."""
-
-
 def _check_mask(name: str, mask: Tensor, *shapes: tuple[int, ...]) -> None:
     """Raise unless a mask has one of the shapes and is boolean or floating-point."""
     if mask.dtype != torch.bool and not mask.is_floating_point():
@@ -498,3 +448,51 @@ def _widened(x: Tensor | None, len_kv: int) -> Tensor | None:
     if x is None or x.shape[-1] == len_kv:
         return x
     return functional.pad(x, (0, len_kv - x.shape[-1]), value=float(x.dtype == torch.bool))
+
+
+@contextlib.contextmanager
+def exchanged(model: torch.nn.Module, *, need_weights: bool = True) -> Iterator[None]:
+    """Let each ``torch.nn.MultiheadAttention`` of a model be this package's `MultiheadAttention`.
+
+    Within ``with exchanged(model):`` the model's modules, at any depth, have this package's class.
+    They stay the same objects, with their parameters, hooks and mode, so that optimizers, state
+    dicts and whatever else refers to them go on as before. Afterwards they are PyTorch's again.
+
+    Parameters
+    ----------
+    model : torch.nn.Module
+        What contains them, or one of them.
+    need_weights : bool
+        False: compute no weights, whatever callers ask for. They get None instead: for models that
+        ask, as is the default of PyTorch's module, and do not use them.
+
+    Raises
+    ------
+    TypeError
+        If ``model`` is not a module, or ``need_weights`` not True or False.
+    ValueError
+        If it contains no module of PyTorch's class itself, or of this one. Nothing is changed then.
+
+    Warns
+    -----
+    UserWarning
+        Of subclasses, and of modules with a ``forward`` of their own, which are left as they are.
+
+    Notes
+    -----
+    It holds for all threads that run the model, and may be nested. Copies of the model that are
+    made inside keep the class.
+
+    Examples
+    --------
+    >>> import torch, scaledot.torch
+    >>> model = torch.nn.TransformerDecoderLayer(8, 2, 16, batch_first=True)
+    >>> with scaledot.torch.exchanged(model):
+    ...     type(model.self_attn)
+    <class 'scaledot.torch.MultiheadAttention'>
+    >>> type(model.self_attn)
+    <class 'torch.nn.modules.activation.MultiheadAttention'>
+    """
+    weights = _checks.flag("need_weights", need_weights)
+    with exchanged_classes(model, torch.nn.MultiheadAttention, MultiheadAttention, weights):
+        yield

@@ -9,6 +9,7 @@ The request is JSON, ``{type: {name: sequence}}`` with the types ``antibody``, `
 package's own dictionary.
 """
 
+import contextlib
 import importlib
 import json
 import sys
@@ -43,26 +44,6 @@ def unpack(wheel, folder):
     sys.modules |= {PACKAGE: package, "gemmi": reader}
 
 
-def use_scaledot(model):
-    """Let each ``nn.MultiheadAttention`` of a model be scaledot's, with the same weights."""
-    for module in list(model.modules()):
-        for name, child in module.named_children():
-            if type(child) is not torch.nn.MultiheadAttention:
-                continue
-            ours = scaledot.torch.MultiheadAttention(
-                child.embed_dim, child.num_heads, batch_first=child.batch_first
-            ).eval()
-            ours.load_state_dict(child.state_dict())
-            # The model asks for weights, which nothing of it uses.
-            ours.register_forward_pre_hook(_without_weights, with_kwargs=True)
-            setattr(module, name, ours)
-
-
-def _without_weights(module, args, options):
-    """Ask for the output alone."""
-    return args, options | {"need_weights": False}
-
-
 def numberer(kind, way="pytorch"):
     """Return a function that numbers sequences of one kind, ``{name: sequence}``, in one way."""
     runner = importlib.import_module("anarcii.inference.model_runner")
@@ -71,15 +52,19 @@ def numberer(kind, way="pytorch"):
     device = torch.device("cpu")
     whole = runner.ModelRunner(kind, "accuracy", 8, device, verbose=False, return_logits=True)
     window = windows.WindowFinder(kind, "accuracy", 8, device)
-    for part in (whole, window):
-        if way == "truth":
-            part.model.double()
-        elif way == "scaledot":
-            use_scaledot(part.model)
+    models = [part.model for part in (whole, window)]
+    if way == "truth":
+        for model in models:
+            model.double()
 
     def number(named):
         made = sequences.SequenceProcessor(dict(named), whole, window, scfv=False, verbose=False)
-        return whole(*made.process_sequences())
+        with contextlib.ExitStack() as scopes:
+            if way == "scaledot":
+                for model in models:
+                    # It asks for weights, which nothing of it uses.
+                    scopes.enter_context(scaledot.torch.exchanged(model, need_weights=False))
+            return whole(*made.process_sequences())
 
     return number
 

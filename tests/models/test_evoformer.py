@@ -1,8 +1,8 @@
 """The attention of AlphaFold 2: transformers' ESMFold with its own and with this attention.
 
 Parameters and inputs are random. Truth is the same module of transformers, or the textbook formula
-written here, in float64; the yardstick is the same in float32. The code under test is that of
-examples/evoformer.py.
+written here, in float64; the yardstick is the same in float32. The code under test is
+`scaledot.transformers.esmfold_attention`, and that of examples/evoformer.py.
 """
 
 import copy
@@ -11,16 +11,18 @@ import math
 import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
 
-import scaledot as sd
 from compare import EPS, assert_close
 
 torch = pytest.importorskip("torch")
 esmfold = pytest.importorskip("transformers.models.esm.modeling_esmfold")
 configuration = pytest.importorskip("transformers.models.esm.configuration_esm")
+ours = importlib.import_module("scaledot.transformers._esmfold")
+esmfold_attention = importlib.import_module("scaledot.transformers").esmfold_attention
 dispatch = importlib.import_module("torch.utils._python_dispatch")
 
 pytestmark = pytest.mark.models
@@ -90,7 +92,7 @@ def assert_same(found, truth, yardstick, length=LENGTH):
 
 @pytest.mark.parametrize("chunk_size", [None, 4])
 @pytest.mark.parametrize("starting", [True, False])
-def test_triangle_attention_of_esmfold(example, starting, chunk_size):
+def test_triangle_attention_of_esmfold(starting, chunk_size):
     module = randomized(esmfold.EsmFoldTriangleAttention(WIDTH, D, HEADS, starting=starting))
     inputs = {"x": numbers(BATCH, LENGTH, LENGTH, WIDTH)}
 
@@ -101,24 +103,24 @@ def test_triangle_attention_of_esmfold(example, starting, chunk_size):
 
     truth = results(module, torch.float64, inputs, run)
     yardstick = results(module, torch.float32, inputs, run)
-    with example.esmfold_attention():
+    with esmfold_attention():
         found = results(module, torch.float32, inputs, run)
     assert_same(found, truth, yardstick)
 
 
-def test_rows_without_a_visible_key_are_those_of_esmfold(example):
+def test_rows_without_a_visible_key_are_those_of_esmfold():
     """A mask that is a bias of -1e9 hides nothing where it is everywhere: a mean of all values."""
     module = randomized(esmfold.EsmFoldTriangleAttention(WIDTH, D, HEADS)).float()
     x = numbers(BATCH, LENGTH, LENGTH, WIDTH, dtype=torch.float32)
     padding = ~pairs(seen()).bool()
     with torch.no_grad():
         theirs = module(x, mask=pairs(seen(torch.float32)))
-        with example.esmfold_attention():
-            ours = module(x, mask=pairs(seen(torch.float32)))
-    assert_close(ours[padding], theirs[padding], eps=EPS["float32"], len_kv=LENGTH)
+        with esmfold_attention():
+            here = module(x, mask=pairs(seen(torch.float32)))
+    assert_close(here[padding], theirs[padding], eps=EPS["float32"], len_kv=LENGTH)
 
 
-def test_a_block_of_esmfold(example):
+def test_a_block_of_esmfold():
     """All of it, triangle multiplication and transitions too, for two proteins of two lengths."""
     config = configuration.TrunkConfig(
         sequence_state_dim=24, pairwise_state_dim=16, sequence_head_width=8, pairwise_head_width=4
@@ -135,25 +137,91 @@ def test_a_block_of_esmfold(example):
 
     truth = results(module, torch.float64, inputs, run)
     yardstick = results(module, torch.float32, inputs, run)
-    with example.esmfold_attention():
+    with esmfold_attention():
         found = results(module, torch.float32, inputs, run)
     assert_same(found, truth, yardstick)
 
 
-def test_esmfold_is_computed_here_inside_alone(example, monkeypatch):
+@pytest.fixture
+def calls(monkeypatch):
+    """One entry for each call of attention that `esmfold_attention` makes."""
+    seen = []
+    attention = ours.attention
+    monkeypatch.setattr(ours, "attention", lambda *a, **k: seen.append(1) or attention(*a, **k))
+    return seen
+
+
+def test_esmfold_is_computed_here_inside_alone(calls):
     module = esmfold.EsmFoldTriangleAttention(WIDTH, D, HEADS)
     forward = esmfold.EsmFoldAttention.forward
-    calls = []
-    attention = sd.attention
-    monkeypatch.setattr(sd, "attention", lambda *a, **k: calls.append(1) or attention(*a, **k))
     x = numbers(1, 5, 5, WIDTH, dtype=torch.float32)
-    with example.esmfold_attention():
+    with esmfold_attention():
+        with esmfold_attention():
+            module(x)
         module(x)
-    with pytest.raises(ZeroDivisionError), example.esmfold_attention():
+    with pytest.raises(ZeroDivisionError), esmfold_attention():
         _ = 1 / 0
     assert esmfold.EsmFoldAttention.forward is forward
     module(x)
-    assert calls == [1]
+    assert calls == [1, 1]
+
+
+def test_scopes_of_two_threads_do_not_end_each_other():
+    forward = esmfold.EsmFoldAttention.forward
+    inside, leave = threading.Event(), threading.Event()
+
+    def other():
+        with esmfold_attention():
+            inside.set()
+            leave.wait(30)
+
+    thread = threading.Thread(target=other)
+    with esmfold_attention():
+        thread.start()
+        assert inside.wait(30)
+    assert esmfold.EsmFoldAttention.forward is not forward
+    leave.set()
+    thread.join(30)
+    assert esmfold.EsmFoldAttention.forward is forward
+
+
+def test_ways_to_compute_the_same_change_nothing(calls):
+    module = randomized(esmfold.EsmFoldAttention(WIDTH, WIDTH, WIDTH, D, HEADS))
+    x = numbers(1, 5, WIDTH)
+    plain = module(x, x)
+    with esmfold_attention():
+        for flag in ("use_memory_efficient_kernel", "use_lma", "use_flash"):
+            assert_close(module(x, x, **{flag: True}), plain, eps=EPS["float64"], len_kv=WIDTH)
+    assert calls == [1] * 3
+
+
+CHANGED = {
+    "another option": ("forward", lambda self, q_x, kv_x, biases=None, window=None: q_x,
+                       "got forward(self, q_x, kv_x, biases, window). Run"),
+    "one projection": ("_prep_qkv", lambda self, q_x: q_x, "got _prep_qkv(self, q_x). Run"),
+    "no gate": ("_wrap_up", None, "got _wrap_up(). Run"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CHANGED)
+def test_another_esmfold_is_an_error_and_stays(case, monkeypatch):
+    name, method, message = CHANGED[case]
+    monkeypatch.setattr(esmfold.EsmFoldAttention, name, method)
+    forward = esmfold.EsmFoldAttention.forward
+    with pytest.raises(ValueError, match="EsmFoldAttention as in its version 5") as caught:
+        esmfold_attention().__enter__()
+    assert message in str(caught.value)
+    assert esmfold.EsmFoldAttention.forward is forward
+
+
+@pytest.mark.parametrize("missing", ["module", "class"])
+def test_no_esmfold_is_an_error(missing, monkeypatch):
+    if missing == "module":
+        monkeypatch.setitem(sys.modules, esmfold.__name__, None)
+    else:
+        monkeypatch.delattr(esmfold, "EsmFoldAttention")
+    with pytest.raises(ValueError, match="EsmFoldAttention as in its version 5, got none"):
+        esmfold_attention().__enter__()
 
 
 # Row and column attention with a bias of pairs
@@ -197,7 +265,7 @@ def test_row_column_and_triangle_attention(example, monkeypatch):
     assert_same(found, truth, yardstick)
 
 
-def test_both_biases_have_gradients_of_their_own_shapes(example):
+def test_both_biases_have_gradients_of_their_own_shapes():
     """Rank 5: one that masks softly, (batch, rows, 1, 1, len), and one of pairs."""
     shape = (BATCH, 5, HEADS, LENGTH, D)
     inputs = {name: numbers(*shape, seed=n) for n, name in enumerate(("query", "key", "value"))}
@@ -207,13 +275,13 @@ def test_both_biases_have_gradients_of_their_own_shapes(example):
     def dense(_, query, key, value, soft_mask, pair_bias):
         return (query @ key.mT + soft_mask + pair_bias).softmax(dim=-1) @ value
 
-    def ours(_, query, key, value, soft_mask, pair_bias):
-        return example.attention_with_biases(query, key, value, [soft_mask, pair_bias])
+    def in_two_parts(_, query, key, value, soft_mask, pair_bias):
+        return ours._with_biases(query, key, value, [soft_mask, pair_bias])
 
     nothing = torch.nn.Module()
     truth = results(nothing, torch.float64, inputs, dense)
     yardstick = results(nothing, torch.float32, inputs, dense)
-    found = results(nothing, torch.float32, inputs, ours)
+    found = results(nothing, torch.float32, inputs, in_two_parts)
     assert found["soft_mask"].shape == inputs["soft_mask"].shape
     assert found["pair_bias"].shape == inputs["pair_bias"].shape
     assert_same(found, truth, yardstick)
@@ -248,23 +316,22 @@ def forth_and_back(module, length):
     module(x).sum().backward()
 
 
-def test_no_tensor_of_triangle_attention_has_three_lengths(example):
+def test_no_tensor_of_triangle_attention_has_three_lengths():
     module = esmfold.EsmFoldTriangleAttention(WIDTH, D, HEADS)
     largest = {}
     for length in (16, 48):
         with Largest() as theirs:
             forth_and_back(module, length)
-        with example.esmfold_attention(), Largest() as ours:
+        with esmfold_attention(), Largest() as here:
             forth_and_back(module, length)
         assert theirs.numel == HEADS * length**3
-        largest[length] = ours.numel
+        largest[length] = here.numel
     # Keys have one more feature, for the mask.
     assert largest == {length: HEADS * length**2 * (D + 1) for length in largest}
 
 
 def rises():
     """Print by how many bytes a pass, forth and back, raises resident memory: ours, theirs."""
-    sys.path.insert(0, str(EXAMPLES))
     module = esmfold.EsmFoldTriangleAttention(WIDTH, D, HEADS)
 
     def rise():
@@ -274,9 +341,9 @@ def rises():
         forth_and_back(module, LONG)
         return resident("VmHWM") - before
 
-    with importlib.import_module("evoformer").esmfold_attention():
-        ours = rise()
-    print(ours, rise())
+    with esmfold_attention():
+        here = rise()
+    print(here, rise())
 
 
 @pytest.mark.skipif(not os.access(CLEAR, os.W_OK), reason="needs /proc/self/clear_refs")
@@ -288,11 +355,11 @@ def test_memory_of_triangle_attention():
         [sys.executable, __file__], capture_output=True, text=True, check=True,
         env=os.environ | {"PYTHONPATH": os.pathsep.join(map(str, folders))},
     )  # fmt: skip
-    ours, theirs = map(int, done.stdout.split())
+    here, theirs = map(int, done.stdout.split())
     scores = 4 * HEADS * LONG**3
     assert theirs > 2 * scores  # the weights, and their gradient or that of the scores
     # Queries, keys, values, gates, results, and gradients of each: some 12 to 18 arrays of pairs.
-    assert ours < scores
+    assert here < scores
 
 
 if __name__ == "__main__":

@@ -1,14 +1,15 @@
 """Attention of Hugging Face models by this package: one line changed.
 
 After `register`, ``attn_implementation="scaledot"`` is one of transformers' implementations, for
-``from_pretrained`` and for ``model.set_attn_implementation``.
+``from_pretrained`` and for ``model.set_attn_implementation``. ESMFold, whose attention is not
+exchanged by that, has `esmfold_attention`.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from scaledot._errors import missing_extra, value_error
+from scaledot._errors import missing_extra, type_error, value_error
 
 try:
     import transformers
@@ -16,9 +17,15 @@ except ImportError:
     raise missing_extra("transformers", "hf") from None
 
 from scaledot.transformers._attend import attend
+from scaledot.transformers._esmfold import esmfold_attention
 from scaledot.transformers._mask import mask
 
-__all__ = ["register"]
+__all__ = ["esmfold_attention", "register"]
+
+_READ_IN_NAMES = ("flash", "sdpa", "flex_attention")
+"""What transformers looks for in names, to choose masks and to check what is installed."""
+
+_USUAL = "register() takes 'scaledot'."
 
 
 def register(name: str = "scaledot") -> None:
@@ -33,15 +40,22 @@ def register(name: str = "scaledot") -> None:
 
     Raises
     ------
+    TypeError
+        The name is not a string.
     ValueError
-        The name is one of transformers' own, or is not an identifier.
+        The name is no identifier, has flash, sdpa or flex_attention in it, or is taken: eager, and
+        what somebody else has registered, be it for attention or for masks alone. Nothing is
+        registered then.
 
     Notes
     -----
     It may be called again. Masks by causality, padding, sliding windows, chunks and packed
     sequences are handed over as positions and lengths, in memory linear in the length; any other
     is a boolean matrix. Arguments that attention here does not know are errors, and so are models
-    that ask transformers for masks and then compute attention themselves.
+    that ask transformers for masks and then compute attention themselves. Models that look their
+    attention up in a table of their own, as Falcon does, end in transformers' ``KeyError`` when
+    they are made. With ``output_attentions=True`` weights are those before dropout, and have their
+    gradient.
 
     References
     ----------
@@ -56,12 +70,22 @@ def register(name: str = "scaledot") -> None:
     >>> model.config._attn_implementation
     'scaledot'
     """
-    registered: Any = transformers.AttentionInterface
-    known = registered().get(name)
-    if not (isinstance(name, str) and name.isidentifier()) or known not in (None, attend):
+    if not isinstance(name, str):
+        raise type_error("name must be a string", type(name).__name__, _USUAL)
+    if not name.isidentifier() or any(part in name for part in _READ_IN_NAMES):
         raise value_error(
-            "name must be an identifier that transformers does not use itself", repr(name),
-            "register() takes 'scaledot'.",
-        )
-    transformers.AttentionInterface.register(name, attend)
-    transformers.AttentionMaskInterface.register(name, mask)
+            f"name must be an identifier without {', '.join(_READ_IN_NAMES)} in it, from which "
+            "transformers tells what an implementation is", repr(name), _USUAL,
+        )  # fmt: skip
+    attentions: Any = transformers.AttentionInterface
+    masks: Any = transformers.AttentionMaskInterface
+    for interface, ours in ((attentions, attend), (masks, mask)):
+        known = interface().get(name)
+        if known not in (None, ours):
+            raise value_error(
+                f"name must be one that nobody else has registered as {interface.__name__}",
+                f"{name!r}, which is {getattr(known, '__qualname__', known)} of "
+                f"{getattr(known, '__module__', 'unknown origin')}", _USUAL,
+            )  # fmt: skip
+    attentions.register(name, attend)
+    masks.register(name, mask)

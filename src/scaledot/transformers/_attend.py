@@ -9,7 +9,7 @@ from torch import Tensor
 
 from scaledot import _watch, attention, attention_weights
 from scaledot._errors import type_error, value_error
-from scaledot.torch import _cast, _no_autocast
+from scaledot._torch_calls import cast, no_autocast, seeds
 from scaledot.transformers._mask import Visible
 
 HARMLESS = {
@@ -44,9 +44,10 @@ def attend(
     (batch, num_heads, len_q, len_kv) are those without dropout, None unless they are asked for.
     """
     _refuse_unknown(others)
-    query, key, value = _cast((query, key, value))
+    query, key, value = cast(query, key, value)
     if attention_mask is None:
-        causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+        # Masks that are causal come as masks: a module that does not say so itself is not.
+        causal = getattr(module, "is_causal", False) if is_causal is None else is_causal
         options, end = _without_mask(query, key, causal, sliding_window)
     else:
         options, end = _with_mask(query, key, attention_mask)
@@ -58,11 +59,8 @@ def attend(
         key, value = key[..., :end, :], value[..., :end, :]
     if not torch.compiler.is_compiling():
         _watch.show(module, query, key, options)
-    seed = None
-    if dropout:
-        # From PyTorch's generator, so that its seed decides and checkpoints repeat it.
-        seed = torch.randint(2**63 - 1, query.shape[:-3], dtype=torch.int64, device=query.device)
-    with _no_autocast():
+    seed = seeds(query, key, value) if dropout else None
+    with no_autocast(query.device):
         out = attention(query, key, value, dropout=dropout, seed=seed, **options)
         weights = None
         if output_attentions:
