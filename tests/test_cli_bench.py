@@ -28,6 +28,10 @@ def models(tmp_path_factory):
         folders.save_model(name, folder)
     bloom = hf.BloomConfig(hidden_size=32, n_layer=1, n_head=4, vocab_size=13)
     hf.BloomForCausalLM(bloom).save_pretrained(folder / "bloom")
+    falcon = hf.FalconConfig(
+        hidden_size=32, num_hidden_layers=1, num_attention_heads=4, vocab_size=13
+    )
+    hf.FalconForCausalLM(falcon).save_pretrained(folder / "falcon")
     return folder
 
 
@@ -155,6 +159,8 @@ def test_wrong_answers_are_not_timed(llama, monkeypatch):
 def test_models_that_compute_their_own_attention_are_not_measured(models, llama, monkeypatch):
     line = refused("--model", models / "bloom", *SMALL)
     assert re.search(r"attention transformers can change to \w+, got BloomForCausalLM", line)
+    line = refused("--model", models / "falcon", *SMALL)
+    assert "transformers can exchange, got FalconForCausalLM, which knows its own alone" in line
     # Nor where the implementation is set and another computes.
     own = hf.AttentionInterface()["scaledot"]
     hf.AttentionInterface.register("scaledot", hf.AttentionInterface()["sdpa"])

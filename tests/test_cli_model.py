@@ -21,6 +21,7 @@ folders = pytest.importorskip("model_folders")
 
 from scaledot import introspect  # noqa: E402
 from scaledot.cli import _inspect, _load, _model, app  # noqa: E402
+from scaledot.transformers import register  # noqa: E402
 
 TEXT = folders.TEXT
 
@@ -192,6 +193,82 @@ def test_a_text_and_what_is_written(models, looked, attention):
     assert (trace.tokens, trace.key_tokens) == expected[attention]
     check_weights(trace, models / "t5", {"input_ids": ids_of(read), "decoder_input_ids": written},
                   f"{attention}_attentions")  # fmt: skip
+
+
+def bert_as_decoder():
+    read, write = (hf.BertConfig(
+        **folders.SPAN, **folders.WIDTHS, vocab_size=13, max_position_embeddings=folders.PLACES,
+        is_decoder=writes, add_cross_attention=writes,
+    ) for writes in (False, True))  # fmt: skip
+    return hf.EncoderDecoderModel(hf.EncoderDecoderConfig.from_encoder_decoder_configs(read, write))
+
+
+WIDE = {
+    name: x for name, x in folders.SPOKEN.items()
+    if name.startswith(("d_", "encoder", "decoder", "init"))
+} | folders.NUMBERS | {"max_position_embeddings": folders.PLACES}  # fmt: skip
+
+
+def bart():
+    return hf.BartForConditionalGeneration(hf.BartConfig(**WIDE))
+
+
+def marian():
+    return hf.MarianMTModel(hf.MarianConfig(**WIDE))
+
+
+def with_projected_states():
+    """A model whose decoder projects the encoder's states before its layers look at them."""
+    model = bart()
+    decoder = model.model.decoder
+
+    def read(_, args, options):
+        model.read = options["encoder_hidden_states"]
+
+    def project(_, args, options):
+        args = tuple(2 * x if x is model.read else x for x in args)
+        return args, {name: 2 * x if x is model.read else x for name, x in options.items()}
+
+    decoder.register_forward_pre_hook(read, with_kwargs=True)
+    for layer in decoder.layers:
+        layer.register_forward_pre_hook(project, with_kwargs=True)
+    return model
+
+
+@pytest.mark.parametrize("make", [
+    bert_as_decoder, bart, marian, folders.t5, folders.whisper, with_projected_states,
+])  # fmt: skip
+def test_attention_to_the_encoder_is_told_by_what_it_reads(make):
+    register()
+    torch.manual_seed(0)
+    model = make().eval().double()
+    inputs = {"decoder_input_ids": torch.tensor([[2, 4, 5, 6, 7]])}
+    if make is folders.whisper:
+        inputs["input_features"] = torch.randn(1, 8, 100, dtype=torch.float64)
+    else:
+        inputs["input_ids"] = torch.tensor([[5, 4, 7, 6, 9]])  # as many as the queries
+    model.set_attn_implementation("eager")
+    with torch.no_grad():
+        known = model(**inputs, output_attentions=True)
+        model.set_attn_implementation("scaledot")
+        own, cross = _model._kinds(model, inputs)
+    for layers, weights in ((own, known.decoder_attentions), (cross, known.cross_attentions)):
+        assert len(layers) == len(weights) == 2
+        for layer, one in zip(layers, weights, strict=True):
+            # Norms and softmax may round to float32.
+            assert_close(layer.weights(), one[0], eps=EPS["float32"], len_kv=layer.len_kv)
+
+
+@pytest.mark.parametrize(("which", "kinds"), [
+    ("decoder", lambda own, cross: ((), own + cross)),
+    ("cross", lambda own, cross: (own + cross, ())),
+])  # fmt: skip
+def test_a_decoder_without_such_attention(models, refused, monkeypatch, which, kinds):
+    found = _model._kinds
+    monkeypatch.setattr(_model, "_kinds", lambda *given: kinds(*found(*given)))
+    line = refused("--model", models / "t5", "--text", TEXT, "--attention", which)
+    name = "self" if which == "decoder" else "cross"
+    assert f"must have {name}-attention that can be replaced, got T5ForCond" in line
 
 
 def test_parts_of_characters_have_the_names_of_their_tokens():

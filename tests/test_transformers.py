@@ -176,6 +176,34 @@ def test_models_that_use_masks_in_their_own_way_are_refused(name):
             model(tiny.token_ids(), attention_mask=keep)
 
 
+def test_an_encoder_that_does_not_say_that_it_is_none_of_a_decoder_sees_all():
+    logits = []
+    for dtype, impl in (
+        (torch.float32, "scaledot"), (torch.float64, "eager"), (torch.float32, "eager"),
+    ):  # fmt: skip
+        torch.manual_seed(0)
+        config = tiny.hf.SplinterConfig(**tiny._encoder)
+        model = tiny.hf.SplinterModel._from_config(config, attn_implementation=impl)
+        with torch.no_grad():
+            logits.append(model.to(dtype).eval()(tiny.token_ids())[0])
+    assert_close(*logits, **ROOM)
+
+
+def test_a_model_of_which_only_a_part_is_exchanged_gives_no_wrong_answer():
+    # Its text model takes the boolean matrix of images and text for numbers to be added.
+    images = {
+        "image_size": 16, "patch_size": 8, "hidden_size": tiny.HIDDEN, "intermediate_size": 64,
+        "num_hidden_layers": 1, "num_attention_heads": 4,
+    }  # fmt: skip
+    config = tiny.hf.GitConfig(vision_config=images, **tiny._encoder)
+    with pytest.raises(KeyError, match="scaledot"):
+        tiny.hf.GitModel._from_config(config, attn_implementation="scaledot")
+    model = tiny.hf.GitModel._from_config(config, attn_implementation="eager").eval()
+    model.set_attn_implementation("scaledot")
+    with pytest.raises(TypeError, match=r"must not be added.* attention of its own: use 'eager'"):
+        model(tiny.token_ids(), pixel_values=torch.zeros(2, 3, 16, 16))
+
+
 def test_rows_that_a_model_cuts_out_of_its_masks_are_right():
     # Its last layers compute the tokens whose logits are kept, and those alone.
     kind, config = tiny.CUTS

@@ -10,7 +10,6 @@ pytest.importorskip("transformers")
 import torch
 import transformers as hf
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import sdpa_mask
 
 import scaledot.transformers
 from compare import EPS, assert_close
@@ -51,6 +50,16 @@ def test_causality_without_mask_is_that_of_sdpa(len_q, len_kv, of_module, given)
     assert weights is None
     assert found.is_contiguous()
     assert_equal(found, known, len_kv)
+
+
+@pytest.mark.parametrize("of_module", [{}, {"sliding_window": 100}])
+def test_a_module_that_does_not_say_that_it_is_causal_is_not(of_module):
+    x = tensors(5, 9)
+    known, _ = sdpa_attention_forward(Module(), *x, None, is_causal=False)
+    module = Module()
+    del module.is_causal
+    found, _ = attend(module, *x, None, **of_module)
+    assert_equal(found, known, 9)
 
 
 @pytest.mark.parametrize(("causal", "right", "len_q"), [
@@ -103,6 +112,31 @@ def test_scaling_softcap_and_sinks_are_those_of_the_formula():
     known = grown / (grown.sum(-1, keepdim=True) + sinks.exp()[:, None, None])
     assert_equal(weights, known, 5)
     assert_equal(found, (known @ value.repeat_interleave(2, 1)).transpose(1, 2), 5)
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float32"])
+def test_weights_have_gradients_of_all_that_they_depend_on(dtype):
+    grads = []
+    for kind, of_formula in ((dtype, False), ("float64", True), (dtype, True)):
+        sinks, bias = torch.tensor([-1.0, 0.0, 1.0, 2.0]), torch.linspace(-1, 1, 35).view(5, 7)
+        query, key, value, sinks, bias = (
+            x.to(getattr(torch, kind)).requires_grad_() for x in (*tensors(5, 7), sinks, bias)
+        )
+        if of_formula:
+            scores = 0.7 * query @ key.repeat_interleave(2, 1).mT + bias
+            scores = torch.cat([scores, sinks.view(1, 4, 1, 1).expand(2, 4, 5, 1)], -1)
+            weights = scores.softmax(-1)[..., :-1]
+        else:
+            _, weights = attend(
+                Module(), query, key, value, None, is_causal=False, scaling=0.7, s_aux=sinks,
+                position_bias=bias, output_attentions=True,
+            )  # fmt: skip
+        (weights[..., 3].log() - weights.square().sum(-1)).sum().backward()
+        assert value.grad is None
+        grads.append([query.grad, key.grad, sinks.grad, bias.grad])
+    for found, known, yardstick in zip(*grads, strict=True):
+        assert known.abs().max() > 0.1
+        assert_close(found, known, yardstick, eps=EPS[dtype], len_kv=7, factor=3)
 
 
 def test_bounds_of_packed_sequences_part_them():
@@ -174,11 +208,41 @@ def test_registering_again_changes_nothing():
     assert hf.AttentionMaskInterface()["scaledot_too"] is mask
 
 
-@pytest.mark.parametrize("name", ["sdpa", "flash_attention_2", "with space", "", 3])
-def test_names_of_others_are_refused(name):
-    with pytest.raises(ValueError, match="identifier that transformers does not use itself"):
+def registered():
+    """All that transformers knows by name, attention and masks."""
+    return dict(hf.AttentionInterface()), dict(hf.AttentionMaskInterface())
+
+
+@pytest.mark.parametrize("name", [
+    "sdpa", "flash_attention_2", "my_flash", "paged|eager", "kernels/attention", "with space", "",
+])  # fmt: skip
+def test_names_that_mean_something_to_transformers_are_refused(name):
+    before = registered()
+    with pytest.raises(ValueError, match="identifier without flash, sdpa, flex_attention in it"):
         scaledot.transformers.register(name)
-    assert hf.AttentionMaskInterface()["sdpa"] is sdpa_mask
+    assert registered() == before
+
+
+@pytest.mark.parametrize("name", [3, None, ["scaledot"], b"scaledot"])
+def test_names_are_strings(name):
+    with pytest.raises(TypeError, match=f"name must be a string, got {type(name).__name__}"):
+        scaledot.transformers.register(name)
+
+
+@pytest.mark.parametrize("interface", [hf.AttentionInterface, hf.AttentionMaskInterface])
+def test_names_of_others_are_refused(interface, monkeypatch):
+    for one in (hf.AttentionInterface, hf.AttentionMaskInterface):
+        monkeypatch.setattr(one, "_global_mapping", dict(one()))
+    interface.register("somebodys", refused)
+    before = registered()
+    for name, whose in (("somebodys", "refused of test_tr"), ("eager", "eager_mask of transform")):
+        with pytest.raises(ValueError, match=rf"as Attention\w+, got '{name}', which is {whose}"):
+            scaledot.transformers.register(name)
+        assert registered() == before
+    scaledot.transformers.register()
+    interface.register("scaledot", refused)
+    with pytest.raises(ValueError, match=f"as {interface.__name__}, got 'scaledot'"):
+        scaledot.transformers.register()
 
 
 def test_without_transformers_the_error_names_what_to_install():

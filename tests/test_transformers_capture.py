@@ -9,9 +9,10 @@ pytest.importorskip("transformers")
 import numpy as np
 import torch
 
+import scaledot as sd
 import tiny_models as tiny
 from compare import EPS, assert_close
-from scaledot import introspect, report
+from scaledot import _watch, introspect, report
 
 # Models round to float32 between their layers, in norms, also where all else is float64.
 ROOM = {"eps": EPS["float32"], "len_kv": tiny.LENGTH}
@@ -61,6 +62,66 @@ def test_statistics_are_those_of_the_weights(name):
         assert layer.stats.top_weights.shape[-1] == 2
         assert layer.stats.block_map.shape[-2:] == (2, 3)
         assert (layer.stats.visible[:, :7] == 0).all() == (name != "bert")
+
+
+BROADCAST = {  # leading axes of query, key, and an option with its own
+    "query alone": ((3,), (1,), {}),
+    "key alone": ((1,), (3,), {}),
+    "bias alone": ((1,), (1,), {"bias": (3, 1, 4, 6)}),
+    "mask alone": ((1,), (1,), {"mask": (3, 1, 4, 6)}),
+    "key and mask": ((1,), (3,), {"mask": (1, 1, 4, 6)}),
+    "lengths alone": ((1,), (1,), {"kv_len": (3,)}),
+    "ids of keys alone": ((1,), (1,), {"segment_ids": (3, 6)}),
+    "two axes": ((2, 1), (3,), {"mask": (2, 3, 1, 4, 6), "bias": (3, 2, 4, 6)}),
+}
+
+
+class Attends(torch.nn.Module):
+    """Shows one call to whoever looks on, as an attention function does."""
+
+    def forward(self, query, key, options):
+        _watch.show(self, query, key, options)
+
+
+@pytest.mark.parametrize("name", BROADCAST)
+def test_entries_are_those_of_the_broadcast_batch(name):
+    rng = np.random.default_rng(0)
+    of_query, of_key, shapes = BROADCAST[name]
+    query, key = rng.standard_normal((*of_query, 2, 4, 8)), rng.standard_normal((*of_key, 2, 6, 8))
+    made = {
+        "bias": rng.standard_normal, "kv_len": lambda shape: np.array([2, 6, 4]),
+        "mask": lambda shape: rng.random(shape) < 0.7, "segment_ids": lambda shape: (
+            np.zeros((1, 4), int), rng.integers(0, 2, shape)),
+    }  # fmt: skip
+    options = {option: made[option](shape) for option, shape in shapes.items()}
+    lead = (2, 3) if name == "two axes" else (3,)
+    whole = (np.broadcast_to(x, (*lead, *x.shape[-3:])) for x in (query, key))
+    known = sd.attention_weights(*whole, **options)
+    known = known.reshape(-1, *known.shape[-3:])
+    batch = len(known)
+    given = {n: tuple(map(torch.tensor, x)) if isinstance(x, tuple) else torch.tensor(x)
+             for n, x in options.items()}  # fmt: skip
+    model = Attends()
+    for entry in (*range(batch), -1):
+        with introspect.capture(model, entry=entry, keep=True) as seen:
+            model(torch.tensor(query), torch.tensor(key), given)
+        found = seen.layers[0]
+        assert_close(found.weights(), known[entry], eps=EPS["float64"], len_kv=6)
+        assert_close(found.stats.received, known[entry].sum(-2), eps=EPS["float64"], len_kv=6)
+    for options, message in (
+        ({}, f"one sequence, got a batch of {batch} in Attends"),
+        ({"entry": batch}, f"one of the batch of {batch} in Attends, got {batch}"),
+        ({"entry": -batch - 1}, f"one of the batch of {batch} in Attends, got -{batch + 1}"),
+    ):
+        with pytest.raises(ValueError, match=message), introspect.capture(model, **options):
+            model(torch.tensor(query), torch.tensor(key), given)
+
+
+def test_what_does_not_fit_is_said_by_attention():
+    model = ready("llama")
+    seen = torch.ones(3, 1, tiny.LENGTH, tiny.LENGTH, dtype=torch.bool)
+    with pytest.raises(ValueError, match=r"^mask must broadcast to "), introspect.capture(model):
+        model(tiny.token_ids(2), attention_mask=seen)
 
 
 def test_layers_have_the_names_of_their_modules():
@@ -215,6 +276,8 @@ def test_errors_say_what_to_do():
     model = ready("llama")
     with pytest.raises(TypeError, match=r"torch.nn.Module, got list. Arrays of queries"):
         introspect.capture([1]).__enter__()
+    with pytest.raises(TypeError, match=r"entry must be an integer, got float. The first is 0"):
+        introspect.capture(model, entry=1.0).__enter__()
     with pytest.raises(ValueError, match=r"one sequence, got a batch of 2 in model.layers.0"):  # noqa: SIM117
         with introspect.capture(model):
             model(tiny.token_ids(2))

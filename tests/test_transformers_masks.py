@@ -8,6 +8,7 @@ import pytest
 pytest.importorskip("transformers")
 
 import torch
+import transformers
 from transformers import masking_utils as made
 
 from scaledot.transformers._attend import attend
@@ -116,8 +117,8 @@ def test_packed_sequences_are_segments(function):
 def test_anything_else_is_a_boolean_matrix(function):
     given = asked(function, "alone", paddings(LEN_Q)["left"])
     found = mask(**given)
-    assert isinstance(found, torch.Tensor)
-    assert torch.equal(found, made.sdpa_mask(**given))
+    assert found.options.keys() == {"mask"}
+    assert torch.equal(found.options["mask"], made.sdpa_mask(**given))
 
 
 def test_custom_functions_that_need_vmap_are_evaluated():
@@ -149,6 +150,24 @@ def test_causal_masks_that_are_not_recognised_are_always_matrices():
     skip = {"allow_is_causal_skip": True}
     found = mask(**asked(lambda *places: function(*places), "alone", None, **skip))
     assert torch.equal(found, made.sdpa_mask(**asked(function, "alone", None)))
+
+
+def test_masks_that_are_not_recognised_are_not_added_to_scores_either():
+    whole = made.sdpa_mask(**asked(made.causal_mask_function, "behind others", None))
+    given = asked(lambda *places: made.causal_mask_function(*places), "behind others", None)
+    found = mask(**given)
+    assert isinstance(found, Visible)
+    assert torch.equal(found.dense(), whole)
+    with pytest.raises(TypeError, match=ADDED):
+        torch.zeros(whole.shape) + found
+
+
+def test_a_model_that_attends_by_itself_in_a_larger_one_gets_the_masks_of_eager():
+    given = asked(FUNCTIONS["window"], "alone", paddings(LEN_Q)["left"])
+    config = transformers.Gemma4AudioConfig()
+    for dtype in (torch.float32, torch.bfloat16):
+        found = mask(**given, config=config, dtype=dtype)
+        assert torch.equal(found, made.eager_mask(**given, dtype=dtype))
 
 
 def test_a_single_query_has_one_row():

@@ -56,6 +56,14 @@ class Source(NamedTuple):
         except (ImportError, MemoryError):
             raise
         except Exception as error:  # transformers raises whatever its readers do
+            wanted = options.get("attn_implementation")
+            if isinstance(error, KeyError) and error.args == (wanted,):
+                # Some models look their attention up in tables of their own.
+                raise value_error(
+                    "the model must be one whose attention transformers can exchange",
+                    f"{loader.__name__}, which knows its own alone",
+                    "It can be neither shown nor measured.",
+                ) from error
             failure = error
         lines = [line.strip() for line in str(failure).splitlines() if line.strip()]
         raise value_error(

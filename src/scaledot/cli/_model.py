@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import inspect
 import textwrap
 import wave
 from collections.abc import Callable, Mapping
@@ -21,6 +22,9 @@ MAX_TOKENS = 512
 """Tokens of a text, and tokens that a decoder writes, at most, unless told otherwise."""
 
 ATTENTIONS = ("encoder", "decoder", "cross")
+
+_STATES = "encoder_hidden_states"
+"""What decoders call the states of the encoder."""
 
 Labels = tuple[str, ...] | None
 Note = Callable[[str], None]
@@ -288,25 +292,53 @@ def _of_two(
         do_sample=False, num_beams=1, return_dict_in_generate=True,
     ).sequences[:, : asked.most]  # Whisper counts without its prompt
     inputs = {**shown.inputs, "decoder_input_ids": written}
-    layers = _captured(model, model.base_model, inputs)
+    own, cross = _kinds(model, inputs)
+    layers, kind, keys = (
+        (own, "self", None) if asked.attention == "decoder" else (cross, "cross", shown.labels)
+    )
+    if not layers:
+        raise value_error(
+            f"the decoder must have {kind}-attention that can be replaced", type(model).__name__,
+            "Choose another with --attention.",
+        )
     words = _words(_tokenizer(source), written[0].tolist())
-    own, cross = _kinds(model, layers)
-    if asked.attention == "decoder":
-        return own, lambda count: words if count == len(words) else None, None
-    return cross, lambda count: words if count == len(words) else None, shown.labels
+    return layers, lambda count: words if count == len(words) else None, keys
 
 
 def _kinds(
-    model: Any, layers: tuple[introspect.Layer, ...]
+    model: Any, inputs: Mapping[str, Any]
 ) -> tuple[tuple[introspect.Layer, ...], tuple[introspect.Layer, ...]]:
-    """Layers of the decoder: those that look at itself, and those that look at the encoder."""
+    """Run the model; layers of its decoder that look at itself, and those that look at the encoder.
+
+    The latter are told by what they are given: the states of the encoder, as the decoder got them,
+    or an argument that is called as such states are, where the decoder has projected them.
+    """
     decoder = model.get_decoder()
-    prefix = next(name for name, module in model.named_modules() if module is decoder) + "."
-    names = {layer.name: layer.name.removeprefix(prefix).lower() for layer in layers
-             if layer.name.startswith(prefix)}  # fmt: skip
-    # encoder_attn, crossattention, cross_attn, EncDecAttention
-    cross = {name for name, rest in names.items() if "cross" in rest or "enc" in rest}
-    return (
-        tuple(layer for layer in layers if layer.name in names.keys() - cross),
-        tuple(layer for layer in layers if layer.name in cross),
-    )
+    names = {id(module): name for name, module in model.named_modules()}
+    signature = inspect.signature(decoder.forward)
+    states: Any = None
+    given: set[str] = set()
+
+    def note(module: Any, args: Any, options: Any) -> None:
+        nonlocal states
+        if module is decoder:
+            states = signature.bind_partial(*args, **options).arguments.get(_STATES)
+        if states is not None and (
+            any(x is states for x in (*args, *options.values()))
+            or any(options.get(name) is not None for name in (_STATES, "key_value_states"))
+        ):
+            given.add(names[id(module)])
+
+    hooks = [x.register_forward_pre_hook(note, with_kwargs=True) for x in decoder.modules()]
+    try:
+        layers = _captured(model, model.base_model, inputs)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    own: list[introspect.Layer] = []
+    cross: list[introspect.Layer] = []
+    for layer in layers:
+        if layer.name.startswith(f"{names[id(decoder)]}."):
+            # Further calls of one module have a number.
+            (cross if layer.name.split(" (")[0] in given else own).append(layer)
+    return tuple(own), tuple(cross)

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import re
 import threading
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, cast
+
+import numpy as np
 
 from scaledot import _watch
 from scaledot._errors import type_error, value_error
@@ -89,11 +92,15 @@ class Capture:
         return Trace(tuple(chosen), cast(Any, tokens), cast(Any, key_tokens), title)
 
     def _show(self, module: Any, query: Any, key: Any, options: Mapping[str, Any]) -> None:
-        """Keep what is wanted of one call, query (batch, num_heads, len_q, d_k)."""
+        """Keep what is wanted of one call, query (..., num_heads, len_q, d_k)."""
         name = self._names.get(id(module))
         if name is None or self._is_over:
             return
-        entry, batch = self._entry, query.shape[0] if query.ndim > 3 else 1
+        try:
+            lead = np.broadcast_shapes(*_leads(query, key, options))
+        except ValueError:
+            return  # attention says what does not fit
+        entry, batch = self._entry, math.prod(lead)
         if entry is None:
             if batch != 1:
                 raise value_error(
@@ -106,9 +113,10 @@ class Capture:
                 f"entry must be one of the batch of {batch} in {name}", entry,
                 "The first is 0.",
             )
+        place = tuple(int(i) for i in np.unravel_index(entry % batch, lead))
         layer = look(
-            _one(query, 3, entry), _one(key, 3, entry), **self._wanted,
-            **{option: _one(x, _OPTION_AXES.get(option), entry) for option, x in options.items()},
+            _one(query, 3, place), _one(key, 3, place), **self._wanted,
+            **{option: _one(x, _OPTION_AXES.get(option), place) for option, x in options.items()},
         )  # fmt: skip
         self._calls[name] += 1
         count = self._calls[name]
@@ -123,16 +131,28 @@ class Capture:
         self.layers.append(layer)
 
 
-def _one(x: Any, axes: int | None, entry: int) -> Any:
-    """One entry of the axis before the last ``axes``, where there is one; options may be pairs."""
+def _leads(query: Any, key: Any, options: Mapping[str, Any]) -> Iterator[tuple[int, ...]]:
+    """Leading axes of all tensors that may differ from sequence to sequence."""
+    for x, axes in ((query, 3), (key, 3), *((x, _OPTION_AXES.get(n)) for n, x in options.items())):
+        for item in x if isinstance(x, tuple) else (x,):
+            if axes is not None and hasattr(item, "detach"):
+                yield tuple(item.shape[: max(0, item.ndim - axes)])
+
+
+def _one(x: Any, axes: int | None, place: tuple[int, ...]) -> Any:
+    """The part of one sequence, at its place in the broadcast leading axes; options may be pairs.
+
+    ``axes`` are those of one sequence, None for options that all share.
+    """
     if isinstance(x, tuple):
-        return tuple(_one(item, axes, entry) for item in x)
+        return tuple(_one(item, axes, place) for item in x)
     if not hasattr(x, "detach"):
         return x
     x = x.detach()
     if axes is None or x.ndim <= axes:
         return x
-    return x[[entry]] if x.shape[0] > 1 else x
+    lead = x.shape[: x.ndim - axes]
+    return x[tuple(i if n > 1 else 0 for i, n in zip(place[-len(lead) :], lead, strict=True))]
 
 
 @contextlib.contextmanager
@@ -155,7 +175,8 @@ def capture(
     keep : bool
         Whether to keep queries and keys too, for `Layer.weights`, `rollout` and `compare`.
     entry : int, optional
-        Which entry of a batch to look at. Without it the batch must be 1.
+        Which entry of a batch to look at; negative ones count from the end. Without it the batch
+        must be 1.
     top_k, last, map_shape : optional
         As in `scaledot.attention_stats`.
 
@@ -167,8 +188,8 @@ def capture(
     Raises
     ------
     TypeError, ValueError
-        ``model`` is no module. While the model runs: a batch without ``entry``, and as in
-        `scaledot.attention_stats`.
+        ``model`` is no module, ``entry`` no integer. While the model runs: a batch without
+        ``entry``, and as in `scaledot.attention_stats`.
 
     Notes
     -----
@@ -177,6 +198,12 @@ def capture(
     once more on all of them. It holds for the thread that enters it, and may be nested. Memory is
     linear in the lengths; the time is about that of one more pass of attention. A compiled model
     shows nothing.
+
+    The batch is that of each call of attention, its leading axes broadcast together. Models that
+    fold windows, rows or frames into it (SAM, Swin and others) have more entries there than
+    inputs: window w of n in image i is entry ``i * n + w``, of layers that attend in windows.
+    Layers of such a model that see the whole image have fewer, and an ``entry`` that one layer
+    does not have is an error: look at a part of the model, ``capture(model.layers[0])``.
 
     Examples
     --------
@@ -195,6 +222,8 @@ def capture(
             "model must be a torch.nn.Module", type(model).__name__,
             "Arrays of queries and keys go to scaledot.introspect.look and trace.",
         )
+    if entry is not None and not hasattr(entry, "__index__"):
+        raise type_error("entry must be an integer", type(entry).__name__, "The first is 0.")
     names = {id(module): name or type(module).__name__ for name, module in model.named_modules()}
     wanted = {"top_k": top_k, "last": last, "map_shape": map_shape}
     seen = Capture(names, entry, wanted, keep)

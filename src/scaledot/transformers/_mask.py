@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
-from transformers.masking_utils import causal_mask_function, sdpa_mask
+from transformers.masking_utils import causal_mask_function, eager_mask, sdpa_mask
 
 from scaledot._errors import type_error, value_error
-from scaledot.transformers._model import check
+from scaledot.transformers._model import adds_masks, check
 from scaledot.transformers._pattern import MaskFunction, Pattern, recognised
 
 
@@ -177,25 +177,32 @@ def mask(
     """Mask function of transformers: what is seen, as little of it as has to be said.
 
     The arguments are those of ``transformers.masking_utils.sdpa_mask``. A single query gets that
-    one's mask, which is linear in the length, and so does whatever is not recognised. Several
-    queries that see keys causally never get None: models cut rows out of masks, and what is_causal
-    says is about all rows.
+    one's mask, which is linear in the length. So does whatever is not recognised, in a `Visible`
+    unless a graph is made, so that no model adds it to its scores. Several queries that see keys
+    causally never get None: models cut rows out of masks, and what is_causal says is about all
+    rows.
     """
     check(config)
     _refuse_unknown(others)
     if isinstance(attention_mask, Visible):
         return attention_mask  # prepared before, by `generate`
+    given: dict[str, Any] = {
+        "batch_size": batch_size, "q_length": q_length, "kv_length": kv_length,
+        "q_offset": q_offset, "kv_offset": kv_offset, "mask_function": mask_function,
+        "attention_mask": attention_mask, "local_size": local_size, "use_vmap": use_vmap,
+        "allow_is_bidirectional_skip": allow_is_bidirectional_skip, "device": device,
+    }  # fmt: skip
+    if adds_masks(config):
+        numbers: Tensor | None = eager_mask(**given, dtype=others.get("dtype") or torch.float32)
+        return numbers
     pattern = None if use_vmap or q_length == 1 or _is_exported() else recognised(mask_function)
     if pattern is None:
         made: Tensor | None = sdpa_mask(
-            batch_size=batch_size, q_length=q_length, kv_length=kv_length,
-            q_offset=cast(int, q_offset), kv_offset=kv_offset, mask_function=mask_function,
-            attention_mask=attention_mask, local_size=local_size,
-            allow_is_causal_skip=allow_is_causal_skip and q_length == 1,
-            allow_is_bidirectional_skip=allow_is_bidirectional_skip, use_vmap=use_vmap,
-            device=device,
-        )  # fmt: skip
-        return made
+            **given, allow_is_causal_skip=allow_is_causal_skip and q_length == 1
+        )
+        if made is None or q_length == 1 or torch.compiler.is_compiling() or _is_exported():
+            return made
+        return Visible(made.shape, made.device, {"mask": made}, kv_length)
     if isinstance(q_offset, Tensor) and not torch.compiler.is_compiling():
         q_offset = int(q_offset)
     first = q_offset - kv_offset  # place of the first query among the keys

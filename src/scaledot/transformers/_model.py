@@ -14,6 +14,14 @@ from scaledot._errors import value_error
 _JOINS_MASKS = "deepseek_v4"
 """This one joins masks with numbers that it adds to scores, in the mask's dtype."""
 
+_ADDS_MASKS = "gemma4_audio"
+"""This part of larger models attends by itself, in blocks, whatever implementation is set."""
+
+
+def adds_masks(config: Any) -> bool:
+    """Whether a config is of a model that takes none but eager's masks, and does without ours."""
+    return getattr(config, "model_type", None) == _ADDS_MASKS
+
 
 def check(config: Any) -> None:
     """Raise for the config of a model that would use the masks made here in its own way.
