@@ -6,12 +6,13 @@ python examples/anarcii.py [SEQUENCE ...]
 import sys
 import tempfile
 import timeit
+from pathlib import Path
 
 import torch
 
 import scaledot
 
-sys.path.extend(["tools", "tests/models"])
+sys.path.extend(str(Path(__file__).parents[1] / x) for x in ("tools", "tests/models"))
 from anarcii_numbering import PACKAGE, SHA256, VERSION, numberer, unpack
 from antibodies import TRASTUZUMAB_HEAVY, TRASTUZUMAB_LIGHT
 from fetch_weights import fetch

@@ -5,12 +5,13 @@ python examples/antiberty.py [SEQUENCE with _ for each unknown residue]
 
 import sys
 import timeit
+from pathlib import Path
 
 import torch
 
 import scaledot.transformers
 
-sys.path.extend(["tools", "tests/models"])
+sys.path.extend(str(Path(__file__).parents[1] / x) for x in ("tools", "tests/models"))
 from antibodies import ADALIMUMAB_HEAVY, HUMAN_HEAVY, MOUSE_LIGHT, TRASTUZUMAB_LIGHT
 from bert_weights import antiberty, batch, residue_ids
 

@@ -5,12 +5,13 @@ python examples/bert.py ["A sentence." "Another one." ...]
 
 import sys
 import timeit
+from pathlib import Path
 
 import torch
 
 import scaledot.transformers
 
-sys.path.extend(["tools", "tests/models"])
+sys.path.extend(str(Path(__file__).parents[1] / x) for x in ("tools", "tests/models"))
 from bert_weights import batch, minilm
 
 SENTENCES = [

@@ -5,13 +5,14 @@ python examples/rxnmapper.py ["REACTANTS>>PRODUCT", as SMILES]
 
 import sys
 import timeit
+from pathlib import Path
 
 import torch
 
 import scaledot.transformers
 from scaledot import introspect
 
-sys.path.extend(["tools", "tests/models"])
+sys.path.extend(str(Path(__file__).parents[1] / x) for x in ("tools", "tests/models"))
 import reaction_atoms as atoms
 from bert_weights import batch, rxnmapper
 

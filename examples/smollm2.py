@@ -8,9 +8,8 @@ import torch
 
 import scaledot.transformers
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT / "tools"), str(ROOT / "tests" / "models")]
-from gguf_weights import load_smollm2  # noqa: E402
+sys.path.extend(str(Path(__file__).parents[1] / x) for x in ("tools", "tests/models"))
+from gguf_weights import load_smollm2
 
 PREFILL, DECODE = 2048, 64
 

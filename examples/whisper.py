@@ -9,10 +9,9 @@ import transformers
 
 import scaledot.transformers
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT / "tools"), str(ROOT / "tests" / "models")]
-from whisper_weights import RATE, load_speech, load_whisper  # noqa: E402
-from word_times import FRAME, token_starts  # noqa: E402
+sys.path.extend(str(Path(__file__).parents[1] / x) for x in ("tools", "tests/models"))
+from whisper_weights import RATE, load_speech, load_whisper
+from word_times import FRAME, token_starts
 
 scaledot.transformers.register()
 model, tokenizer = load_whisper()

@@ -109,6 +109,7 @@ def test_who_works(two_threads, monkeypatch):
 
     noted("team")
     noted("threads")
+    monkeypatch.setattr(team, "LEAST_WORK", 0)
     rng = np.random.default_rng(0)
     arrays = rng.normal(size=(3, 4, 100, 16)).astype(np.float32)
     expected = sd.attention(*arrays)
@@ -124,18 +125,23 @@ def test_who_works(two_threads, monkeypatch):
         out.sum().backward()
         assert np.array_equal(out.detach().numpy(), expected)
         assert set(used) == {name if has_team else "threads"}
-    monkeypatch.setattr(team, "MOST_WORK", 4 * 100 * 100 * 32)
     torch.set_num_threads(2)
     _threads._num_threads = 2
-    used.clear()
-    sd.attention(*tensors.detach())
-    assert used == ["threads"]
+    work = 4 * 100 * 100 * 32
+    for least, most, name in ((work, work + 1, "team"), (0, work, "threads"),
+                              (work + 1, 2 * work, "threads")):  # fmt: skip
+        monkeypatch.setattr(team, "LEAST_WORK", least)
+        monkeypatch.setattr(team, "MOST_WORK", most)
+        used.clear()
+        sd.attention(*tensors.detach())
+        assert used == [name if has_team else "threads"]
 
 
 def test_without_the_entry_point(two_threads, monkeypatch):
     monkeypatch.setattr(team, "_parallel", lambda: None)
+    monkeypatch.setattr(team, "LEAST_WORK", 0)
     x = torch.ones(3, 4, 100, 16)
-    assert not team.may_do(x, 2)
+    assert not team.may_do(x, 100, 2)
     assert torch.equal(sd.attention(*x), x[0])
 
 
@@ -171,7 +177,7 @@ def test_no_threads_are_added():
         import scaledot as sd
 
         torch.set_num_threads(2)
-        x = torch.ones(3, 4, 200, 16)
+        x = torch.ones(3, 4, 1000, 16)
         torch.ones(500, 500) @ torch.ones(500, 500)
         def count():
             tasks = "/proc/self/task"
@@ -198,13 +204,13 @@ def test_a_child_of_a_fork_has_the_pool():
         from scaledot._kernels import team
 
         torch.set_num_threads(2)
-        x = torch.arange(3 * 4 * 200 * 16).reshape(3, 4, 200, 16).sin()
+        x = torch.arange(3 * 4 * 1000 * 16).reshape(3, 4, 1000, 16).sin()
         expected = sd.attention(*x).numpy().tobytes()
-        assert team.may_do(x, 2)
+        assert team.may_do(x, team.LEAST_WORK, 2)
         child = os.fork()
         if child == 0:
-            right = not team.may_do(x, 2) and sd.attention(*x).numpy().tobytes() == expected
-            os._exit(0 if right else 1)
+            alone = not team.may_do(x, team.LEAST_WORK, 2)
+            os._exit(0 if alone and sd.attention(*x).numpy().tobytes() == expected else 1)
         print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
         assert sd.attention(*x).numpy().tobytes() == expected
     """)
@@ -212,7 +218,8 @@ def test_a_child_of_a_fork_has_the_pool():
 
 
 @needs_team
-def test_several_threads_call(two_threads):
+def test_several_threads_call(two_threads, monkeypatch):
+    monkeypatch.setattr(team, "LEAST_WORK", 0)
     x = torch.arange(3 * 4 * 100 * 16).reshape(3, 4, 100, 16).sin()
     expected, wrong = sd.attention(*x), []
 

@@ -30,7 +30,7 @@ def kernel(name: str, file: str, old: str, new: str, *tests: str) -> Mutant:
 
 
 KERNELS = (
-    kernel("team-of-another-size", "team.py", "torch.get_num_threads() != size", "size < 2",
+    kernel("team-of-another-size", "team.py", "torch.get_num_threads() == size", "size > 1",
            "team::who_works"),
     kernel("team-in-a-child", "team.py", "    _is_child = True", "    pass",
            "team::a_child_of_a_fork_has_the_pool"),

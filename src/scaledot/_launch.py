@@ -156,7 +156,7 @@ def launch(
         _COUNTERS.pack_into(room, _COUNTERS_AT, NO_LIMIT, 0)  # workers end after their task
 
     held = (call, room, query, key, value, mask, bias, out, lse)
-    if workers > 1 and call.work < team.MOST_WORK and team.may_do(query, num_threads):
+    if workers > 1 and team.may_do(query, call.work, num_threads):
         status = team.run(call.kernel.address, base, workers, num_threads)
     else:
         status = threads.run(call.kernel.address, base, workers, stop, held)

@@ -19,9 +19,13 @@ from scaledot import _threads
 from scaledot._kernels import jit
 from scaledot._kernels.atomics import add, invoke, load, store
 
-MOST_WORK = 2**34
-"""Multiply-adds of a call: a fraction of a second. Signals wait until it ends, and where it takes
-longer the first milliseconds do not matter."""
+LEAST_WORK, MOST_WORK = 2**26, 2**34
+"""Multiply-adds of the calls for a team: half a millisecond to a fraction of a second.
+
+A team waits for all its threads, even where another program has a processor to itself for some
+milliseconds; the pool waits for nobody who has not begun. Signals wait until a call ends, and where
+it takes longer the first milliseconds do not matter.
+"""
 NO_LIMIT = 2**62
 # Offsets in a request.
 FUNCTION, CALL, WORKERS, NEXT, STATUS = range(0, 40, 8)
@@ -79,16 +83,16 @@ def num_threads(query: Any) -> int:
     return int(torch.get_num_threads())
 
 
-def may_do(query: Any, size: int) -> bool:
-    """Whether a call can be given to a team of that size.
+def may_do(query: Any, work: int, size: int) -> bool:
+    """Whether a call of so many multiply-adds is for a team of that size.
 
     One of another size than PyTorch's operators want would be taken apart after each call. A child
     of a fork has no team: its threads have stayed behind.
     """
     torch = _torch_of(query)
-    if torch is None or _is_child or torch.get_num_threads() != size:
+    if torch is None or _is_child or not LEAST_WORK <= work < MOST_WORK:
         return False
-    return _parallel() is not None
+    return torch.get_num_threads() == size and _parallel() is not None
 
 
 def run(function: int, call: int, workers: int, size: int) -> int:
