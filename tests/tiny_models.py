@@ -79,6 +79,13 @@ CONFIGS = {
     "llama4": (hf.Llama4ForCausalLM, lambda: hf.Llama4TextConfig(
         **_decoder, head_dim=8, intermediate_size_mlp=64, attention_chunk_size=6,
         num_local_experts=2, layer_types=["chunked_attention", "full_attention"], moe_layers=[])),
+    "starcoder2": (hf.Starcoder2ForCausalLM, lambda: hf.Starcoder2Config(
+        **_decoder, sliding_window=5)),
+    # Its last two layers have the keys and values of those before them.
+    "gemma4": (hf.Gemma4ForCausalLM, lambda: hf.Gemma4TextConfig(
+        **_decoder | {"num_hidden_layers": 4}, head_dim=8, global_head_dim=8, sliding_window=5,
+        layer_types=_kinds * 2, vocab_size_per_layer_input=64, hidden_size_per_layer_input=8,
+        num_kv_shared_layers=2)),
     "gpt2": (hf.GPT2LMHeadModel, lambda: hf.GPT2Config(
         n_layer=2, n_head=4, n_embd=HIDDEN, vocab_size=64, initializer_range=0.3,
         bos_token_id=1, eos_token_id=None)),
@@ -121,16 +128,23 @@ OWN = {
         compress_rates={"compressed_sparse_attention": 2, "heavily_compressed_attention": 2},
         hc_mult=2, max_position_embeddings=64, num_nextn_predict_layers=0, pad_token_id=0)),
 }  # fmt: skip
-DECODERS = ("llama", "mistral", "qwen2", "phi", "gemma2", "gemma3", "gpt_oss", "llama4", "gpt2")
+DECODERS = (
+    "llama", "mistral", "qwen2", "phi", "gemma2", "gemma3", "gpt_oss", "llama4", "starcoder2",
+    "gemma4", "gpt2",
+)
 TEXT = (*DECODERS, "bert", "modernbert")
 SEVERAL = ("t5", "whisper")
 
 
-def build(name, dtype=torch.float32):
-    """A model in evaluation, its weights the same in every dtype."""
-    kind, config = CONFIGS[name]
+def build(name, dtype=torch.float32, **changes):
+    """A model in evaluation, its weights the same in every dtype; changes are of its config."""
+    kind, make = CONFIGS[name]
+    config = make()
+    for option, x in changes.items():
+        assert hasattr(config, option), option
+        setattr(config, option, x)
     torch.manual_seed(len(name))
-    model = kind(config()).to(dtype).eval()
+    model = kind(config).to(dtype).eval()
     if name == "gpt_oss":
         model.set_experts_implementation("eager")  # the default has no float64
     return model

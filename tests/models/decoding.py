@@ -1,11 +1,10 @@
 """What the tests of decoders share: logits beside float64, greedy text beside that of eager."""
 
-import copy
 from typing import NamedTuple
 
 import torch
 
-import scaledot.transformers
+from agreement import in_float64, switched
 from compare import EPS, assert_close
 
 OWN = ("eager", "sdpa")  # transformers' own implementations
@@ -17,14 +16,6 @@ class Text(NamedTuple):
 
     tokens: torch.Tensor
     lead: torch.Tensor
-
-
-def switched(model, attention):
-    """Return the model, its attention computed by this implementation from now on."""
-    scaledot.transformers.register()
-    model.set_attn_implementation(attention)
-    assert model.config._attn_implementation == attention
-    return model
 
 
 def padded(sequences, side):
@@ -49,7 +40,7 @@ def logits(model, attention, ids, mask=None):
 
 def truths(model, sequences):
     """Return the float64 logits of each sequence alone, by textbook attention."""
-    wide = copy.deepcopy(model).double()
+    wide = in_float64(model)
     return [logits(wide, "eager", torch.tensor([sequence]))[0] for sequence in sequences]
 
 

@@ -2,14 +2,14 @@
 
 import pytest
 
-from agreement import assert_close, attending, in_float64
+from agreement import attending, fetched, in_float64
 from antibodies import ADALIMUMAB_HEAVY, HUMAN_HEAVY, MOUSE_LIGHT, TRASTUZUMAB_LIGHT
 from bert_weights import antiberty, batch, residue_ids
-from fetch_weights import FetchError
+from compare import EPS, assert_close
 
 pytestmark = pytest.mark.models
 
-WIDTH = 512
+ROOM = {"eps": EPS["float32"], "len_kv": 512}  # the width
 CHAINS = [HUMAN_HEAVY, MOUSE_LIGHT, ADALIMUMAB_HEAVY, TRASTUZUMAB_LIGHT]
 # Residues that antibodies almost always have: both cysteines of the disulphide bridge, the
 # tryptophan between them, and the tryptophan or phenylalanine at which the last strand begins.
@@ -28,10 +28,7 @@ def with_masks(chain, places):
 
 @pytest.fixture(scope="module")
 def loaded():
-    try:
-        return antiberty()
-    except FetchError as error:
-        pytest.skip(f"the weights cannot be had: {error}")
+    return fetched(antiberty)
 
 
 @pytest.fixture(scope="module")
@@ -57,14 +54,12 @@ def test_logits_of_padded_batches(loaded, rows, truth, side, own):
             logits[name] = model(**inputs)
     for i, exact in enumerate(truth):
         seen = inputs["attention_mask"][i] == 1
-        ours, theirs = (
-            logits[name]["predictions"][i][seen].numpy() for name in ("scaledot", own)
-        )
-        assert_close(ours, theirs, exact["predictions"][0].numpy(), WIDTH)
+        ours, theirs = (logits[name]["predictions"][i][seen] for name in ("scaledot", own))
+        assert_close(ours, exact["predictions"][0], theirs, **ROOM)
         if side == "right":  # the pooled token is the first, which is padding on the left
             for head in ("species", "chain", "graft"):
-                parts = (logits[name][head][i].numpy() for name in ("scaledot", own))
-                assert_close(*parts, exact[head][0].numpy(), WIDTH)
+                ours, theirs = (logits[name][head][i] for name in ("scaledot", own))
+                assert_close(ours, exact[head][0], theirs, **ROOM)
 
 
 def test_masked_residues_are_restored(loaded, rows):

@@ -5,9 +5,9 @@ import pytest
 import torch
 
 import capture_minilm
-from agreement import assert_close, attending, in_float64
+from agreement import attending, fetched, in_float64
 from bert_weights import batch, minilm
-from fetch_weights import FetchError
+from compare import EPS, assert_close
 from scaledot import introspect
 
 pytestmark = pytest.mark.models
@@ -23,15 +23,12 @@ SENTENCES = [
 ]
 # Each sentence's paraphrase; the last has none.
 PARAPHRASE = {0: 1, 1: 0, 2: 3, 3: 2, 4: 5, 5: 4}
-WIDTH = 384
+ROOM = {"eps": EPS["float32"], "len_kv": 384}  # the width
 
 
 @pytest.fixture(scope="module")
 def loaded():
-    try:
-        return minilm()
-    except FetchError as error:
-        pytest.skip(f"the weights cannot be had: {error}")
+    return fetched(minilm)
 
 
 @pytest.fixture(scope="module")
@@ -76,7 +73,7 @@ def test_hidden_states_of_padded_batches(loaded, rows, truth, side, own):
         seen = inputs["attention_mask"][i].numpy() == 1
         for layer, exact in enumerate(one["hidden"]):
             ours, theirs = (hidden[name][layer, i][seen] for name in ("scaledot", own))
-            assert_close(ours, theirs, exact, WIDTH)
+            assert_close(ours, exact, theirs, **ROOM)
 
 
 @pytest.mark.parametrize("side", ["right", "left"])
@@ -92,7 +89,7 @@ def test_output_attentions(loaded, rows, truth, side):
             ours, dense = (
                 weights[name][layer, i][:, seen][:, :, seen] for name in ("scaledot", "eager")
             )
-            assert_close(ours, dense, exact, WIDTH)
+            assert_close(ours, exact, dense, **ROOM)
             assert not weights["scaledot"][layer, i][:, seen][:, :, ~seen].any()
 
 
@@ -109,7 +106,7 @@ def test_sentence_similarities(loaded, rows, side):
         with attending(loaded[0], name) as model:
             found[name] = embeddings(model(**inputs).last_hidden_state.numpy(), seen)
     similarities = found["scaledot"] @ found["scaledot"].T
-    assert_close(similarities, found["eager"] @ found["eager"].T, exact @ exact.T, WIDTH)
+    assert_close(similarities, exact @ exact.T, found["eager"] @ found["eager"].T, **ROOM)
     np.fill_diagonal(similarities, -1)
     for i, paraphrase in PARAPHRASE.items():
         assert similarities[i].argmax() == paraphrase
@@ -147,8 +144,8 @@ def test_captured_statistics(loaded, rows, truth, side):
     ):
         own = own[:, seen][:, :, seen]
         stats = layer.stats
-        assert_close(stats.entropy[:, seen], entropy(own), entropy(exact), WIDTH)
-        assert_close(stats.max_weight[:, seen], own.max(-1), exact.max(-1), WIDTH)
+        assert_close(stats.entropy[:, seen], entropy(exact), entropy(own), **ROOM)
+        assert_close(stats.max_weight[:, seen], exact.max(-1), own.max(-1), **ROOM)
         assert (stats.visible[:, seen] == seen.sum()).all()
 
 

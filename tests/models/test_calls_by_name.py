@@ -6,7 +6,6 @@ is the same block in float64 with PyTorch's function, and the yardstick is that 
 
 import copy
 import importlib
-import sys
 
 import pytest
 
@@ -17,6 +16,7 @@ torch = pytest.importorskip("torch")
 pytestmark = pytest.mark.models
 
 patched = importlib.import_module("scaledot.torch").patched
+counted_calls = importlib.import_module("agreement").counted_calls
 nn, functional = torch.nn, torch.nn.functional
 imported_by_name = functional.scaled_dot_product_attention
 WIDTH, HEADS, LENGTH = 24, 3, 17
@@ -83,16 +83,7 @@ class Whisper(nn.Module):
 
 @pytest.fixture
 def calls(monkeypatch):
-    """The lengths of queries and keys of each call that is computed here."""
-    seen, of_torch = [], sys.modules["scaledot.torch"]
-    attention = of_torch.attention
-
-    def counted(query, key, value, **options):
-        seen.append((query.shape[-2], key.shape[-2]))
-        return attention(query, key, value, **options)
-
-    monkeypatch.setattr(of_torch, "attention", counted)
-    return seen
+    return counted_calls(monkeypatch)
 
 
 def results(block, dtype):
@@ -115,6 +106,6 @@ def test_blocks(block, calls):
     assert not calls
     with patched():
         found = results(block, torch.float32)
-    assert calls == expected
+    assert [(query[-2], key[-2]) for query, key, _ in calls] == expected
     for i, pair in enumerate(zip(found, truth, yardstick, strict=True)):
         assert_close(*pair, eps=EPS["float32"], len_kv=WIDTH, factor=3.0 if i else 2.0)

@@ -6,7 +6,6 @@ own in float32.
 
 import copy
 import importlib
-import math
 
 import pytest
 
@@ -15,6 +14,7 @@ from scaledot import introspect
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
+agreement = importlib.import_module("agreement")
 
 pytestmark = pytest.mark.models
 
@@ -25,7 +25,6 @@ LENGTHS = (3, 9, 6)
 
 @pytest.fixture(scope="module")
 def model():
-    importlib.import_module("scaledot.transformers").register()
     sizes = {
         "hidden_size": WIDTH, "intermediate_size": 48, "num_hidden_layers": LAYERS,
         "num_attention_heads": HEADS, "projection_dim": 16,
@@ -38,15 +37,7 @@ def model():
         text_config=sizes | text, vision_config=sizes | {"image_size": 24, "patch_size": 4},
         projection_dim=16, attn_implementation="eager",
     )  # fmt: skip
-    torch.manual_seed(0)
-    model = transformers.CLIPModel(config).eval()
-    # Larger than at the start of training: weights of attention are far from equal.
-    for name, parameter in model.named_parameters():
-        if parameter.dim() > 1:
-            torch.nn.init.normal_(parameter, std=1.5 / math.sqrt(parameter[0].numel()))
-        elif "norm" not in name and parameter.dim():
-            torch.nn.init.normal_(parameter, std=0.5)
-    return model
+    return agreement.with_random_weights(transformers.CLIPModel(config))
 
 
 @pytest.fixture(scope="module")
@@ -65,7 +56,7 @@ def batch():
 @pytest.fixture(scope="module")
 def truth(model, batch):
     """Logits of each text with each image, alone, in float64: (images, texts)."""
-    exact = copy.deepcopy(model).double()
+    exact = agreement.in_float64(model)
     pixels = batch["pixel_values"].double()
     with torch.no_grad():
         columns = [
@@ -80,9 +71,8 @@ def truth(model, batch):
 
 def logits(model, batch, implementation):
     """Logits of images and texts, both transposed alike: (images, texts)."""
-    model.set_attn_implementation(implementation)
     with torch.no_grad():
-        out = model(**batch)
+        out = agreement.switched(model, implementation)(**batch)
     assert torch.equal(out.logits_per_image, out.logits_per_text.T)
     return out.logits_per_image
 
@@ -107,8 +97,7 @@ def test_texts_are_causal_and_padding_is_not_seen(model, batch):
 
 def loss_and_gradients(model, batch, implementation, dtype):
     """The contrastive loss of three pairs, and its gradients in a row."""
-    model = copy.deepcopy(model).to(dtype)
-    model.set_attn_implementation(implementation)
+    model = agreement.switched(copy.deepcopy(model).to(dtype), implementation)
     pixels = batch["pixel_values"][: len(LENGTHS)].to(dtype)
     loss = model(**batch | {"pixel_values": pixels}, return_loss=True).loss
     gradients = torch.autograd.grad(loss, list(model.parameters()))
@@ -124,7 +113,7 @@ def test_gradients_of_the_contrastive_loss(model, batch):
 
 
 def test_both_towers_can_be_looked_at(model, batch):
-    model.set_attn_implementation("scaledot")
+    agreement.switched(model, "scaledot")
     with introspect.capture(model, entry=1) as seen, torch.no_grad():
         model(**batch)
     for tower, length in (("text", max(LENGTHS)), ("vision", 37)):

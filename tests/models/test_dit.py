@@ -5,8 +5,6 @@ Truth is diffusers' own attention in float64, and the yardstick is that in float
 
 import copy
 import importlib
-import math
-import sys
 
 import pytest
 
@@ -16,6 +14,8 @@ torch = pytest.importorskip("torch")
 diffusers = pytest.importorskip("diffusers")
 
 module = importlib.import_module("scaledot.diffusers")
+agreement = importlib.import_module("agreement")
+counted_calls, with_random_weights = agreement.counted_calls, agreement.with_random_weights
 
 pytestmark = pytest.mark.models
 
@@ -26,27 +26,7 @@ NO_CLASS = 5
 
 @pytest.fixture
 def calls(monkeypatch):
-    """The shapes of the arrays of each call that is computed here."""
-    seen, of_torch = [], sys.modules["scaledot.torch"]
-    attention = of_torch.attention
-
-    def counted(*arrays, **options):
-        seen.append([tuple(x.shape) for x in arrays])
-        return attention(*arrays, **options)
-
-    monkeypatch.setattr(of_torch, "attention", counted)
-    return seen
-
-
-def with_random_weights(model):
-    """A model whose attention matters: its weights are larger than at the start of training."""
-    torch.manual_seed(0)
-    for name, parameter in model.named_parameters():
-        if parameter.dim() > 1:
-            torch.nn.init.normal_(parameter, std=1.5 / math.sqrt(parameter[0].numel()))
-        elif "norm" not in name:
-            torch.nn.init.normal_(parameter, std=0.3)
-    return model.eval()
+    return counted_calls(monkeypatch)
 
 
 def dit():

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 import scaledot
-from agreement import assert_close, attending, in_float64
+from agreement import attending, fetched, in_float64
 from bert_weights import batch, rxnmapper
-from fetch_weights import FetchError
+from compare import EPS, assert_close
 from reaction_atoms import (
     HEAD,
     LAYER,
@@ -27,7 +27,7 @@ from scaledot import introspect
 
 pytestmark = pytest.mark.models
 
-WIDTH = 256
+ROOM = {"eps": EPS["float32"], "len_kv": 256}  # the width
 # Reaction: the same with its atoms numbered, and the product of the shares, None if not told.
 MAPPED = {
     "C(C)O.BrC(C)>>CCOCC": (
@@ -68,10 +68,7 @@ MAPPED = {
 
 @pytest.fixture(scope="module")
 def loaded():
-    try:
-        return rxnmapper()
-    except FetchError as error:
-        pytest.skip(f"the weights cannot be had: {error}")
+    return fetched(rxnmapper)
 
 
 @pytest.fixture(scope="module")
@@ -113,14 +110,14 @@ def test_hidden_states_of_a_padded_batch(loaded, rows, truth, dense):
     with attending(loaded[0], "scaledot") as model:
         ours = model(**batch(rows)).last_hidden_state
     for i, ids in enumerate(rows):
-        exact = truth[i].last_hidden_state[0].numpy()
-        parts = (x[i, : len(ids)].numpy() for x in (ours, dense.last_hidden_state))
-        assert_close(*parts, exact, WIDTH)
+        exact = truth[i].last_hidden_state[0]
+        found, own = (x[i, : len(ids)] for x in (ours, dense.last_hidden_state))
+        assert_close(found, exact, own, **ROOM)
 
 
 def check(reaction, weights, dense_weights, exact_weights):
     """Compare weights (atoms, len) and what they tell with the dense ones and the package's."""
-    assert_close(weights, dense_weights, exact_weights, WIDTH)
+    assert_close(weights, exact_weights, dense_weights, **ROOM)
     tokens = tokens_of(reaction)
     ours, theirs = (atom_mapping(tokens, x) for x in (weights, dense_weights))
     mapped, confidence = MAPPED[reaction]
@@ -155,9 +152,10 @@ def test_mapping_by_capture(loaded, rows, truth, dense):
         layer, places = seen.layers[LAYER], atom_places(tokens_of(reaction))
         query, key = layer.query[HEAD], layer.key[HEAD, : len(ids)]
         weights = scaledot.attention_weights(query, key, rows=places)
-        exact, own = truth[i].attentions[LAYER][0, HEAD], dense.attentions[LAYER][i, HEAD]
-        check(reaction, weights, own[places, : len(ids)].numpy(), exact[places].numpy())
+        exact = truth[i].attentions[LAYER][0, HEAD, places].numpy()
+        own = dense.attentions[LAYER][i, HEAD, places, : len(ids)].numpy()
+        check(reaction, weights, own, exact)
         # The layer knows the padding, which has no weight.
         (padded,) = layer.weights(rows=places, heads=[HEAD])
-        assert_close(padded[:, : len(ids)], weights, exact[places].numpy(), WIDTH)
+        assert_close(padded[:, : len(ids)], exact, own, **ROOM)
         assert not padded[:, len(ids) :].any()

@@ -10,9 +10,9 @@ import pytest
 import torch
 import transformers
 
+from agreement import fetched
 from compare import EPS, assert_close
 from decoding import Text, assert_logits, assert_same_text, greedy, logits, padded, truths
-from fetch_weights import FetchError
 
 pytestmark = pytest.mark.models
 
@@ -29,10 +29,7 @@ def loaded():
     pytest.importorskip("gguf")
     from gguf_weights import load_smollm2
 
-    try:
-        return load_smollm2()
-    except FetchError as error:
-        pytest.skip(f"the weights cannot be had: {error}")
+    return fetched(load_smollm2)
 
 
 @pytest.fixture(scope="module")

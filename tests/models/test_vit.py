@@ -6,7 +6,7 @@ import importlib
 import numpy as np
 import pytest
 
-from fetch_weights import FetchError
+from compare import EPS, assert_close
 from scaledot import introspect, report
 
 torch = pytest.importorskip("torch")
@@ -17,20 +17,18 @@ cbook = pytest.importorskip("matplotlib.cbook")
 
 onnx_weights = importlib.import_module("onnx_weights")
 agreement = importlib.import_module("agreement")
-assert_close, attending = agreement.assert_close, agreement.attending
+attending = agreement.attending
 
 pytestmark = pytest.mark.models
 
-WIDTH, LAYERS, HEADS = 384, 12, 6
+LAYERS, HEADS = 12, 6
+ROOM = {"eps": EPS["float32"], "len_kv": 384}  # the width
 FEATURES = "/backbone/layernorm/Add_1_output_0"
 
 
 @pytest.fixture(scope="module")
 def graph():
-    try:
-        return onnx_weights.load_graph()
-    except FetchError as error:
-        pytest.skip(f"the weights cannot be had: {error}")
+    return agreement.fetched(onnx_weights.load_graph)
 
 
 @pytest.fixture(scope="module")
@@ -84,8 +82,8 @@ def test_features(model, pixels, truth, own):
         found[name] = hidden(out), out.last_hidden_state.numpy()
     layers = found["scaledot"][0], found[own][0], truth["hidden"]
     for ours, theirs, exact in zip(*layers, strict=True):
-        assert_close(ours, theirs, exact, WIDTH)
-    assert_close(found["scaledot"][1], found[own][1], truth["features"], WIDTH)
+        assert_close(ours, exact, theirs, **ROOM)
+    assert_close(found["scaledot"][1], truth["features"], found[own][1], **ROOM)
 
 
 def test_as_the_graph_computes_it(graph, arrays, model, pixels, truth):
@@ -103,8 +101,8 @@ def test_as_the_graph_computes_it(graph, arrays, model, pixels, truth):
         importance = paint(onnx_weights.grid(features)).numpy()
     with torch.no_grad():
         exact = paint.double()(onnx_weights.grid(torch.from_numpy(truth["features"]))).numpy()
-    assert_close(features.numpy(), of_graph[0], truth["features"], WIDTH)
-    assert_close(importance, of_graph[1], exact, WIDTH)
+    assert_close(features, truth["features"], of_graph[0], **ROOM)
+    assert_close(importance, exact, of_graph[1], **ROOM)
     # What is far from the truth would let anything pass.
     assert np.abs(of_graph[1] - exact).max() < 0.01 * np.ptp(exact)
 
@@ -119,7 +117,7 @@ def test_attention_of_a_photograph_in_a_report(arrays, model, pixels, truth, tmp
     trace = seen.trace(tokens=tokens, title="Grace Hopper")
     assert [layer.num_heads for layer in trace.layers] == [HEADS] * LAYERS
     for layer, theirs, exact in zip(trace.layers, dense, truth["weights"], strict=True):
-        assert_close(layer.weights(rows=[0]), theirs[:, :1], exact[:, :1], WIDTH)
+        assert_close(layer.weights(rows=[0]), exact[:, :1], theirs[:, :1], **ROOM)
 
     # The image as a whole is read from where the decoder sees something: from her.
     with torch.no_grad():

@@ -4,7 +4,6 @@ Bidirectional attention over 1500 frames, causal attention with a cache, and cro
 whose weights tell when each word is said.
 """
 
-import copy
 import re
 
 import numpy as np
@@ -12,9 +11,8 @@ import pytest
 import torch
 import transformers
 
+from agreement import fetched, in_float64, switched
 from compare import EPS, assert_close
-from decoding import switched
-from fetch_weights import FetchError
 from whisper_weights import RATE, load_speech, load_whisper
 from word_times import FRAME, token_starts
 
@@ -26,10 +24,7 @@ SAID = "ever tried ever failed no matter try again fail again fail better"  # Be
 
 @pytest.fixture(scope="module")
 def loaded():
-    try:
-        return *load_whisper(), [load_speech(name) for name in CLIPS]
-    except FetchError as error:
-        pytest.skip(f"the weights or the speech cannot be had: {error}")
+    return *fetched(load_whisper), [fetched(load_speech, name) for name in CLIPS]
 
 
 @pytest.fixture(scope="module")
@@ -114,7 +109,7 @@ def passes(model, features, spoken):
     """One pass over the first clip with its transcript given, by implementation."""
     rules = model.generation_config
     ids = [rules.decoder_start_token_id, rules.no_timestamps_token_id, *spoken]
-    wide = copy.deepcopy(model).double()
+    wide = in_float64(model)
     outputs = {}
     for name in ("truth", "eager", "sdpa", "scaledot"):
         # Weights are asked for, which sdpa does not have.

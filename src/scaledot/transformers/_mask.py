@@ -95,8 +95,22 @@ class Visible:
     def __bool__(self) -> bool:
         return bool(self.dense())
 
-    def __getitem__(self, index: Any) -> Tensor:
-        return self.dense()[index]
+    def __getitem__(self, index: Any) -> Visible | Tensor:
+        rows = _rows_alone(index, self.shape[-2])
+        return self.dense()[index] if rows is None else self._of(rows)
+
+    def _of(self, rows: slice) -> Visible:
+        """The same for some of the queries, one after another."""
+        options = dict(self.options)
+        if "q_offset" in options:
+            options["q_offset"] = options["q_offset"] + rows.start
+        if "segment_ids" in options:
+            of_queries, of_keys = options["segment_ids"]
+            options["segment_ids"] = of_queries[:, rows], of_keys
+        if "mask" in options and options["mask"].shape[-2] > 1:
+            options["mask"] = options["mask"][:, :, rows]
+        shape = torch.Size((*self.shape[:2], rows.stop - rows.start, self.shape[-1]))
+        return Visible(shape, self.device, options, self.end)
 
     @classmethod
     def __torch_function__(
@@ -112,6 +126,19 @@ class Visible:
         if name.strip("_") in _ARITHMETIC:
             _check_no_float((*args, *kwargs.values()))
         return function(*_dense(args), **_dense(kwargs))
+
+
+def _rows_alone(index: Any, length: int) -> slice | None:
+    """Queries that an index takes if it takes all else, as models do that keep few tokens."""
+    if not (isinstance(index, tuple) and len(index) in (3, 4)):
+        return None
+    before, rows, keys = index[:2], index[2], index[3:]
+    if not all(isinstance(part, slice) for part in index):
+        return None
+    if any(part != slice(None) for part in (*before, *keys)):
+        return None
+    start, stop, step = rows.indices(length)
+    return slice(start, stop) if step == 1 and start < stop else None
 
 
 def _dense(x: Any) -> Any:
