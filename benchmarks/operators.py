@@ -71,7 +71,7 @@ def main() -> None:
     ]  # fmt: skip
     with torch.inference_mode():
         for name, dtype in DTYPES.items():
-            for length in (128, 512, 2048):
+            for length in (128, 256, 512, 1024, 2048):
                 states = torch.randn(length, 576).to(dtype)
                 weight = torch.randn(576, 576).to(dtype)
                 found: dict[str, list[list[float]]] = {way: [[], [], []] for way in WAYS}

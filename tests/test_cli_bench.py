@@ -32,6 +32,13 @@ def models(tmp_path_factory):
         hidden_size=32, num_hidden_layers=1, num_attention_heads=4, vocab_size=13
     )
     hf.FalconForCausalLM(falcon).save_pretrained(folder / "falcon")
+    common = folders.SPAN | folders.WIDTHS | folders.NUMBERS | {
+        "num_key_value_heads": 2, "head_dim": 8
+    }  # fmt: skip
+    gemma = hf.Gemma2Config(**common)
+    hf.Gemma2ForCausalLM(gemma).save_pretrained(folder / "gemma2")
+    experts = hf.GptOssConfig(**common, num_local_experts=4, num_experts_per_tok=2)
+    hf.GptOssForCausalLM(experts).save_pretrained(folder / "gpt_oss")
     return folder
 
 
@@ -95,6 +102,25 @@ def test_speeds_are_those_of_the_medians(llama):
     found = {"eager": _bench.Measured([2.0], [1.0]), "sdpa": figures, "scaledot": figures}
     heights = [bar.get_height() for bar in _bench._drawn("name", work, found).patches]
     assert heights == [1.5, 4.0, 1.0, 1.0, 1.0, 1.0]
+    del found["sdpa"]
+    drawn = _bench._drawn("name", work, found)
+    assert [bar.get_height() for bar in drawn.patches] == [1.0, 1.0, 2 / 3, 0.25]
+    assert drawn.get_ylabel() == "tokens per second, eager = 1"
+
+
+@pytest.mark.parametrize(("name", "kind"), [
+    ("gemma2", "Gemma2ForCausalLM"), ("gpt_oss", "GptOssForCausalLM"),
+])  # fmt: skip
+def test_models_without_sdpa_are_measured_beside_eager(models, name, kind):
+    printed = succeed("--model", models / name, *SMALL, "--repeats", 1)
+    assert printed.startswith(f"transformers has no sdpa for {kind}: it is left out, and")
+    assert "× eager" in printed
+    assert "× sdpa" not in printed
+    rows = [x.split()[0] for x in printed.splitlines() if x.split()[5:7] == ["6", "of"]]
+    assert rows == ["eager", "scaledot"]
+    assert cells(printed, "eager")[8] == "0.0e+00"
+    allowed = re.search(r"a\s+difference\s+of\s+(\S+)\s+is\s+rounding", printed)[1]
+    assert 0 < float(cells(printed, "scaledot")[8]) <= float(allowed) < 1e-4
 
 
 def test_all_follow_the_tokens_of_generate(llama):
@@ -134,14 +160,16 @@ def test_tokens_to_follow_are_followed(llama):
     assert_close(answers, whole, eps=EPS["float32"], len_kv=15)
 
 
-def test_wrong_answers_are_not_timed(llama, monkeypatch):
+@pytest.mark.parametrize("name", ["llama", "gemma2"])  # the latter without sdpa
+def test_wrong_answers_are_not_timed(models, name, monkeypatch):
     def deaf(module, query, key, value, attention_mask, **options):
         _watch.show(module, query, key, {})
         return value[:, :, :1].repeat(1, 2, query.shape[2], 1).transpose(1, 2), None
 
     register = hf.AttentionInterface.register
     own = hf.AttentionInterface()["scaledot"]
-    work = _bench.Work(llama, {"input_ids": torch.arange(12)[None]}, 2)
+    model = _load.load(_load.source_of(models / name), "float32", pytest.fail)
+    work = _bench.Work(model, {"input_ids": torch.arange(12)[None]}, 2)
     passed, count = _bench._passed, []
     monkeypatch.setattr(
         _bench, "_passed", lambda *given: count.append(1) or passed(*given)
@@ -153,7 +181,43 @@ def test_wrong_answers_are_not_timed(llama, monkeypatch):
     finally:
         register("scaledot", own)
     assert len(count) == 3
-    assert llama.config._attn_implementation == "scaledot"
+    assert model.config._attn_implementation == "scaledot"
+    assert not model.get_input_embeddings()._forward_hooks
+
+
+def test_answers_that_are_not_numbers_are_told(models, llama, tmp_path, monkeypatch):
+    state = {n: x * torch.nan if n == "model.norm.weight" else x
+             for n, x in llama.state_dict().items()}  # fmt: skip
+    llama.save_pretrained(tmp_path, state_dict=state)
+    line = refused("--model", tmp_path, *SMALL)
+    assert "must be finite numbers, got 78 of 78 with eager that are not" in line  # 6 × 13
+    assert "Check the weights" in line
+    passed = _bench._passed
+
+    def spoilt(work, follow):
+        answers, *rest = passed(work, follow)
+        if work.model.config._attn_implementation == "scaledot":
+            answers[1, 2] = torch.inf
+        return answers, *rest
+
+    monkeypatch.setattr(_bench, "_passed", spoilt)
+    assert "got 1 of 78 with scaledot that are not. Nothing was timed. Those with eager are." in (
+        refused("--model", models / "llama", *SMALL))  # fmt: skip
+
+
+def test_a_prompt_that_does_not_fit_into_memory(models, monkeypatch):
+    # More than a process can have, whatever the system promises.
+    monkeypatch.setattr(_bench, "_passed", lambda *_: torch.empty(2**60, dtype=torch.uint8))
+    line = refused("--model", models / "llama", *SMALL)
+    assert "a prompt of 40 tokens must fit into memory, got 1,152,921,504,606,846,976 bytes" in line
+    assert "eager has matrices of 40 × 40: pass fewer --prompt-tokens" in line
+
+    def fail(*_):
+        raise RuntimeError("another failure")
+
+    monkeypatch.setattr(_bench, "_passed", fail)
+    with pytest.raises(RuntimeError, match="another failure"):
+        _bench.bench(models / "llama", 40, 5)
 
 
 def test_models_that_compute_their_own_attention_are_not_measured(models, llama, monkeypatch):
@@ -196,6 +260,11 @@ def test_a_prompt_fits_the_model(models):
         _bench._work(model, 61, 10)
     with pytest.raises(ValueError, match="got 0 and 70"):
         _bench._work(model, None, 70)
+    # RoBERTa's positions begin after that of the padding.
+    model = hf.RobertaModel(hf.RobertaConfig(
+        **folders.SPAN, **folders.WIDTHS, vocab_size=13, max_position_embeddings=70, pad_token_id=1
+    ))  # fmt: skip
+    assert _bench._work(model, None, None).inputs["input_ids"].shape == (1, 68)
 
 
 def test_refusals(models, tmp_path):

@@ -139,6 +139,32 @@ def test_a_long_text_is_cut(looked, name, arguments, count):
         assert printed.startswith(f"the first {count} of {30 + around} tokens are read\n")
 
 
+def saved(model, folder):
+    """A folder with a model and a tokenizer."""
+    model.save_pretrained(folder)
+    folders.save_tokenizer(folder, around=False)
+    return folder
+
+
+def test_positions_that_begin_after_that_of_the_padding(tmp_path, looked):
+    numbers = folders.NUMBERS | {"pad_token_id": 1}  # so rows 0 and 1 are no token's
+    config = hf.RobertaConfig(
+        **folders.SPAN, **folders.WIDTHS, **numbers, max_position_embeddings=folders.PLACES
+    )
+    folder = saved(hf.RobertaModel(config), tmp_path / "roberta")
+    trace, _, printed = looked(folder, "--text", f"{TEXT} " * 3)
+    assert printed.startswith("the first 18 of 30 tokens are read\n")
+    assert trace.tokens == tuple((TEXT.split() * 3)[:18])
+
+
+def test_tokens_that_the_model_does_not_know(tmp_path, refused):
+    numbers = folders.NUMBERS | {"vocab_size": 12}
+    config = hf.LlamaConfig(**folders.SPAN, **folders.WIDTHS, **numbers)
+    folder = saved(hf.LlamaForCausalLM(config), tmp_path / "few")
+    assert "among the 12 that the model has rows for, got number 12, 'tired'" in refused(
+        "--model", folder, "--text", TEXT)  # fmt: skip
+
+
 def test_an_image(models, looked):
     trace, _, _ = looked("vit", "--image", models / "a.png")
     assert trace.tokens == ("[CLS]", *(f"{i},{j}" for i in range(4) for j in range(4)))
@@ -344,6 +370,9 @@ def test_what_the_model_does_not_take(models, refused):
     assert "ViTModel, which takes pixel_values. Pass --image." in refused(
         "--model", models / "vit", "--text", "a")  # fmt: skip
     assert "--text must have at least one token" in refused(*model, "--text", "")
+    # A byte that is no UTF-8 comes from the shell like this.
+    assert r"UTF-8, got a byte or half a character, '\udcff', after 'the '" in refused(
+        *model, "--text", "the \udcff")  # fmt: skip
 
 
 def test_files_that_cannot_be_read(models, tmp_path, refused):
@@ -355,6 +384,8 @@ def test_files_that_cannot_be_read(models, tmp_path, refused):
         *whisper, tmp_path / "slow.wav")  # fmt: skip
     assert "of 8 bits, 16,000 in a second" in refused(*whisper, tmp_path / "coarse.wav")
     assert "must be a .wav file of integers" in refused(*whisper, tmp_path / "text.wav")
+    (tmp_path / "cut.wav").write_bytes((models / "a.wav").read_bytes()[: 44 + 16])
+    assert "12,000 samples by its header, got 8. " in refused(*whisper, tmp_path / "cut.wav")
     assert "No such file" in refused(*whisper, tmp_path / "none.wav")
     vit = ["--model", models / "vit", "--image"]
     assert "cannot identify image file" in refused(*vit, tmp_path / "text.wav")
@@ -401,11 +432,23 @@ def test_folders_with_half_a_model(models, tmp_path, refused):
     assert "weights that transformers can read" in refused("--model", folder, *text)
     (folder / "model.safetensors").unlink()
     assert "weights that transformers can read" in refused("--model", folder, *text)
-    folder = changed(models / "llama", tmp_path / "mute")
-    for file in folder.glob("tokenizer*"):
-        file.unlink()
-    assert "a tokenizer that transformers can read" in refused("--model", folder, *text)
     assert "--dtype must be one of" in refused("--model", folder, *text, "--dtype", "int8")
+
+
+def test_folders_without_a_tokenizer(models, tmp_path, refused):
+    for name in ("llama", "bert"):  # of BERT's transformers makes one without words
+        folder = changed(models / name, tmp_path / name)
+        for file in folder.glob("tokenizer*"):
+            file.unlink()
+        line = refused("--model", folder, "--text", TEXT)
+        assert f"{name} must have the files of a tokenizer, got none of them. Save it" in line
+    (tmp_path / "llama" / "vocab.txt").touch()
+    line = refused("--model", tmp_path / "llama", "--text", TEXT)
+    assert "a tokenizer that transformers can read, got ValueError: Could" in line
+    assert "from one of: (1)" in line  # what follows a colon is told, too
+    # One of characters needs no files.
+    (tmp_path / "config.json").write_text('{"model_type": "canine"}')
+    assert _model._tokenizer(_load.Source(tmp_path, None))("a")["input_ids"][1] == ord("a")
 
 
 def test_an_unknown_class_falls_back_to_the_family(models, tmp_path, looked):

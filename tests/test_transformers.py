@@ -1,5 +1,7 @@
 """Models of transformers give with scaledot what they give with their own attention."""
 
+import sys
+
 import pytest
 
 pytest.importorskip("transformers")
@@ -7,8 +9,10 @@ pytest.importorskip("transformers")
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import scaledot.transformers
 import tiny_models as tiny
 from compare import EPS, assert_close
+from scaledot.transformers._model import check
 
 ROOM = {"eps": EPS["float32"], "len_kv": tiny.LENGTH}
 
@@ -174,6 +178,97 @@ def test_models_that_use_masks_in_their_own_way_are_refused(name):
     for keep in (None, tiny.padding("left")):
         with pytest.raises(ValueError, match=message):
             model(tiny.token_ids(), attention_mask=keep)
+
+
+def of_others(name, config, module="of_a_notebook"):
+    """A class of models that transformers would not exchange: its source cannot be read."""
+    members = {"config_class": config, "__module__": module}
+    return type(name, (tiny.hf.PreTrainedModel,), members)
+
+
+def test_models_of_others_that_have_the_same_config_decide_nothing():
+    config = tiny.CONFIGS["llama"][1]()
+    model = tiny.hf.LlamaForCausalLM._from_config(config, attn_implementation="scaledot")
+    probe = of_others("Probe", tiny.hf.LlamaConfig)
+    assert model.config.architectures is None
+    with torch.no_grad():
+        assert torch.isfinite(model(tiny.token_ids()).logits).all()
+    model.config.architectures = [probe.__name__]
+    with pytest.raises(ValueError, match="got Probe, which uses masks in its own way"):
+        model(tiny.token_ids())
+
+
+def test_models_of_others_do_not_free_those_that_a_config_is_from():
+    config = tiny.OWN["bloom"][1]()
+    model = tiny.hf.BloomForCausalLM._from_config(config, attn_implementation="scaledot")
+    free = type("Free", (tiny.hf.PreTrainedModel,), {"config_class": tiny.hf.BloomConfig})
+    assert free._can_set_attn_implementation()
+    with pytest.raises(ValueError, match=r"got Bloom\w+, which uses masks in its own way"):
+        model(tiny.token_ids())
+
+
+def test_one_of_several_models_that_a_config_is_from_is_enough():
+    # The folding model, which is loaded with its triangle attention, has one of its own.
+    with scaledot.transformers.esmfold_attention():
+        folding = sys.modules["transformers.models.esm.modeling_esmfold"].EsmForProteinFolding
+    assert not folding._can_set_attn_implementation()
+    config = tiny.hf.EsmConfig(**tiny._encoder, pad_token_id=0, mask_token_id=1)
+    model = tiny.hf.EsmModel._from_config(config, attn_implementation="scaledot").eval()
+    with torch.no_grad():
+        assert torch.isfinite(model(tiny.token_ids())[0]).all()
+
+
+def test_models_that_are_loaded_later_are_asked_too():
+    config = type("LaterConfig", (tiny.hf.PreTrainedConfig,), {"__module__": "of_a_notebook"})
+    check(config())
+    later = of_others("Later", config)
+    with pytest.raises(ValueError, match=f"got {later.__name__}, which uses masks"):
+        check(config())
+
+
+def test_what_the_loss_takes_and_tokenizers_give_changes_no_attention():
+    ids = tiny.token_ids()
+    losses = []
+    for dtype, impl in (
+        (torch.float32, "scaledot"), (torch.float64, "truth"), (torch.float32, "eager"),
+    ):  # fmt: skip
+        model = tiny.build("llama", dtype)
+        model.set_attn_implementation(impl)
+        with torch.no_grad():
+            losses.append(model(
+                ids, labels=ids, shift_labels=ids.roll(-1, 1), ignore_index=int(ids[0, 1]),
+                reduction="mean", token_type_ids=torch.zeros_like(ids),
+                mm_token_type_ids=torch.zeros_like(ids),
+            ).loss)  # fmt: skip
+    assert_close(*losses, **ROOM)
+
+
+def test_an_encoder_that_does_not_say_that_it_is_none_of_a_decoder_sees_all():
+    logits = []
+    for dtype, impl in (
+        (torch.float32, "scaledot"), (torch.float64, "eager"), (torch.float32, "eager"),
+    ):  # fmt: skip
+        torch.manual_seed(0)
+        config = tiny.hf.SplinterConfig(**tiny._encoder)
+        model = tiny.hf.SplinterModel._from_config(config, attn_implementation=impl)
+        with torch.no_grad():
+            logits.append(model.to(dtype).eval()(tiny.token_ids())[0])
+    assert_close(*logits, **ROOM)
+
+
+def test_a_model_of_which_only_a_part_is_exchanged_gives_no_wrong_answer():
+    # Its text model takes the boolean matrix of images and text for numbers to be added.
+    images = {
+        "image_size": 16, "patch_size": 8, "hidden_size": tiny.HIDDEN, "intermediate_size": 64,
+        "num_hidden_layers": 1, "num_attention_heads": 4,
+    }  # fmt: skip
+    config = tiny.hf.GitConfig(vision_config=images, **tiny._encoder)
+    with pytest.raises(KeyError, match="scaledot"):
+        tiny.hf.GitModel._from_config(config, attn_implementation="scaledot")
+    model = tiny.hf.GitModel._from_config(config, attn_implementation="eager").eval()
+    model.set_attn_implementation("scaledot")
+    with pytest.raises(TypeError, match=r"must not be added.* attention of its own: use 'eager'"):
+        model(tiny.token_ids(), pixel_values=torch.zeros(2, 3, 16, 16))
 
 
 def test_rows_that_a_model_cuts_out_of_its_masks_are_right():

@@ -153,10 +153,15 @@ def _is_plain(torch: Any, arrays: tuple[Any, ...]) -> bool:
     """
     if torch is None or _torch_is_tracing(torch) or _is_forward_mode(torch):
         return False
-    given = [x for x in arrays if x is not None]
-    if any(type(x) not in (torch.Tensor, torch.nn.Parameter) for x in given):
-        return False
-    return not (torch.is_grad_enabled() and any(x.requires_grad for x in given))
+    watches = torch.is_grad_enabled()
+    for x in arrays:
+        if x is None:
+            continue
+        if type(x) is not torch.Tensor and type(x) is not torch.nn.Parameter:
+            return False
+        if watches and x.requires_grad:
+            return False
+    return True
 
 
 def again(name: Name | None, arrays: tuple[Any, ...]) -> Any:
@@ -169,8 +174,12 @@ def again(name: Name | None, arrays: tuple[Any, ...]) -> Any:
     call = _kept.get(name)
     if call is None or _is_jit_disabled():
         return None
-    with contextlib.suppress(KeyError):  # another thread may have dropped it
+    # A model's weights have gone through the caches since the last call: each function that is
+    # called here costs microseconds.
+    try:  # noqa: SIM105
         _kept.move_to_end(name)
+    except KeyError:  # another thread may have dropped it
+        pass
     return call(*arrays)
 
 
@@ -278,7 +287,7 @@ def _is_forward_mode(torch: Any) -> bool:
 
 def _torch_is_tracing(torch: Any) -> bool:
     return bool(
-        torch.compiler.is_compiling() or torch.jit.is_tracing()
+        torch.compiler.is_compiling() or torch._C._is_tracing()
         or torch._C._len_torch_dispatch_stack() > 0
     )  # fmt: skip
 

@@ -55,9 +55,9 @@ def address(x: Any) -> int:
     """Address of the first element; 0 of nothing."""
     if x is None:
         return 0
-    if isinstance(x, np.ndarray):
-        return cast(int, x.__array_interface__["data"][0])
-    return cast(int, x.data_ptr())
+    if type(x) is not np.ndarray and not isinstance(x, np.ndarray):
+        return cast(int, x.data_ptr())
+    return cast(int, x.__array_interface__["data"][0])
 
 
 def in_order(shape: tuple[int, ...], size: int, dtype: int) -> Memory:
@@ -128,6 +128,30 @@ class Prepared(NamedTuple):
     by_token: bool = False  # whether the heads of a token lie side by side in the result
 
 
+class Room(NamedTuple):
+    """Memory for a record and what its workers write."""
+
+    size: int
+    address: int
+    memory: Any
+
+
+_KEPT_BYTES, _KEPT_ROOMS = 2**20, 4
+_free: list[Room] = []  # what is not in use by a call of any thread; a call under way holds its own
+
+
+def _room(size: int) -> Room:
+    """Memory of so many bytes at least, of an earlier call where that will do."""
+    try:
+        room = _free.pop()
+    except IndexError:
+        room = None
+    if room is None or room.size < size:
+        memory = np.empty(size, dtype=np.uint8)
+        room = Room(size, address(memory), memory)
+    return room
+
+
 def launch(
     call: Prepared, query: Any = None, key: Any = None, value: Any = None, mask: Any = None,
     bias: Any = None, out: Any = None, lse: Any = None,
@@ -138,8 +162,8 @@ def launch(
     lse_at = _PARTS_AT + call.parts[0]
     finished_at = lse_at + call.parts[1]
     scratch_at = finished_at + call.parts[2]
-    room: Any = np.empty(scratch_at + workers * call.scratch, dtype=np.uint8)
-    base, record = address(room), call.record.copy()
+    room = _room(scratch_at + workers * call.scratch)
+    base, record = room.address, call.record.copy()
     record[_ADDRESS] = base
     record[_COUNTER], record[_STATUS] = base + _COUNTERS_AT, base + _COUNTERS_AT + 8
     record[_QUERY], record[_KEY] = address(query), address(key)
@@ -148,12 +172,13 @@ def launch(
     record[_PART_OUT], record[_PART_LSE] = base + _PARTS_AT, base + lse_at
     record[_FINISHED], record[_SCRATCH] = base + finished_at, base + scratch_at
     record[_WORKERS] = workers
-    _FORMAT.pack_into(room, 0, *record)
-    _COUNTERS.pack_into(room, _COUNTERS_AT, 0, 0)
-    room[finished_at:scratch_at] = 0
+    _FORMAT.pack_into(room.memory, 0, *record)
+    _COUNTERS.pack_into(room.memory, _COUNTERS_AT, 0, 0)
+    if call.parts[2]:
+        room.memory[finished_at:scratch_at] = 0
 
     def stop() -> None:
-        _COUNTERS.pack_into(room, _COUNTERS_AT, NO_LIMIT, 0)  # workers end after their task
+        _COUNTERS.pack_into(room.memory, _COUNTERS_AT, NO_LIMIT, 0)  # they end after their task
 
     held = (call, room, query, key, value, mask, bias, out, lse)
     if workers > 1 and team.may_do(query, call.work, num_threads):
@@ -162,7 +187,10 @@ def launch(
         status = threads.run(call.kernel.address, base, workers, stop, held)
     if status == threads.LOST:
         raise RuntimeError("the process was forked, by a signal handler, in the midst of the call")
-    if _COUNTERS.unpack_from(room, _COUNTERS_AT)[1]:
+    failed = _COUNTERS.unpack_from(room.memory, _COUNTERS_AT)[1]
+    if room.size <= _KEPT_BYTES and len(_free) < _KEPT_ROOMS:
+        _free.append(room)
+    if failed:
         raise ModError(str(value_error(
             "score_mod and mask_mod must work for every position of the call",
             "one that raised an error, for example an index out of bounds",

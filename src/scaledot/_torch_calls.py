@@ -40,9 +40,10 @@ def _has_rules(tensor: Tensor) -> bool:
 
 def autocast_dtype(device: torch.device) -> torch.dtype | None:
     """Dtype of autocast on a device; None where it is off, or where there is none."""
-    if not torch.amp.is_autocast_available(device.type):
+    kind = device.type
+    if kind != "cpu" and not torch.amp.is_autocast_available(kind):
         return None
-    return torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
 
 
 def cast(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -57,10 +58,13 @@ def cast(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Ten
     return query, key, value
 
 
+_NOTHING = contextlib.nullcontext()
+
+
 def no_autocast(device: torch.device) -> contextlib.AbstractContextManager[Any]:
     """Switch autocast on a device off: it would round what attention holds in float32."""
     if autocast_dtype(device) is None:
-        return contextlib.nullcontext()
+        return _NOTHING
     return torch.autocast(device.type, enabled=False)
 
 

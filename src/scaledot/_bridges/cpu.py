@@ -90,9 +90,11 @@ def run(call: Prepared, query: Array, key: Array, value: Array, mask: Any, bias:
     """Attention without sinks on NumPy arrays or CPU tensors, as prepared."""
     if call.by_token:
         *lead, heads, rows, width = call.shape
-        out, lse = query.new_empty((*lead, rows, heads, width)).transpose(-3, -2), None
-    else:
-        out, lse = results(call.shape, call.numbers, call.lse, query)
+        out = query.new_empty((*lead, rows, heads, width)).transpose(-3, -2)
+        if call.tasks:
+            launch(call, query, key, value, mask, bias, out)
+        return State(out, None)
+    out, lse = results(call.shape, call.numbers, call.lse, query)
     if call.tasks:
         launch(call, query, key, value, mask, bias, out, lse)
     if isinstance(query, np.ndarray):

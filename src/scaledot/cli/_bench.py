@@ -29,6 +29,7 @@ WAYS = ("eager", "sdpa", "scaledot")
 """Implementations that are measured: answers are compared with the first."""
 
 BESIDE = "sdpa"
+"""Speeds are beside this one's; beside the first's where transformers has none for a model."""
 
 PROMPT_TOKENS = {"decoder": 2048, "encoder": 512}
 """Length of the prompt unless told otherwise, where the model has as many places."""
@@ -87,13 +88,14 @@ def measure(
     ------
     ValueError
         The model does not take one of the implementations, so that another would be measured in
-        its place. Or answers differ by more than rounding: twice the difference of sdpa and eager,
-        and a floor of ``eps · √len · max |answer|`` in float32 and of one rounding in the model's
-        dtype.
+        its place. Or answers are not finite. Or they differ by more than rounding: twice the
+        difference of sdpa and eager, and a floor of ``eps · √len · max |answer|`` in float32 and
+        of one rounding in the model's dtype. Where transformers has no sdpa for the model, it is
+        left out, and what is read is rounded otherwise in its place.
     """
     torch = importlib.import_module("torch")
     before = work.model.config._attn_implementation
-    found = {name: Measured() for name in WAYS}
+    found = {name: Measured() for name in ways(work.model)}
     try:
         with torch.inference_mode():
             follow = _compare(work, found, told)
@@ -107,6 +109,23 @@ def measure(
     finally:
         work.model.set_attn_implementation(before)
     return found
+
+
+def ways(model: Any) -> tuple[str, ...]:
+    """Implementations that can be measured: all, or without sdpa where transformers refuses it."""
+    before = model.config._attn_implementation
+    try:
+        model.set_attn_implementation("sdpa")
+    except ValueError:
+        return tuple(name for name in WAYS if name != "sdpa")
+    finally:
+        model.set_attn_implementation(before)
+    return WAYS
+
+
+def beside(found: Mapping[str, Measured]) -> str:
+    """Name of the implementation that the speeds of the others are compared with."""
+    return BESIDE if BESIDE in found else WAYS[0]
 
 
 def _compare(work: Work, found: dict[str, Measured], told: Callable[[], None]) -> Any:
@@ -125,13 +144,22 @@ def _compare(work: Work, found: dict[str, Measured], told: Callable[[], None]) -
             answer, chosen, _, _ = _passed(work, follow)
         if (calls > 0) != (name == "scaledot"):
             raise _not_exchanged(work.model, name)
+        finite = int(answer.isfinite().sum())
+        if finite < answer.numel():
+            raise value_error(
+                "the model's answers must be finite numbers",
+                f"{answer.numel() - finite:,} of {answer.numel():,} with {name} that are not",
+                "Nothing was timed. Check the weights, or choose another --dtype."
+                if name == WAYS[0] else f"Nothing was timed. Those with {WAYS[0]} are.",
+            )
         answers[name] = answer
         follow = chosen if follow is None else follow
         told()
     truth, length = answers[WAYS[0]], next(iter(work.inputs.values())).shape[-1]
     largest = float(truth.abs().max())
     eps = torch.finfo(torch.float32).eps * math.sqrt(length) + torch.finfo(work.model.dtype).eps
-    yardstick = float((answers[BESIDE] - truth).abs().max())
+    other = answers[BESIDE] if BESIDE in answers else _nudged(work, follow)
+    yardstick = float((other - truth).abs().max())
     for name, figures in found.items():
         figures.difference = float((answers[name] - truth).abs().max())
         figures.allowed = 2 * yardstick + eps * largest
@@ -143,6 +171,23 @@ def _compare(work: Work, found: dict[str, Measured], told: Callable[[], None]) -
                 "Nothing was timed. Please report it, with the model's config.json.",
             )
     return follow
+
+
+def _nudged(work: Work, follow: Any) -> Any:
+    """Answers of the first implementation where all that is read is one rounding away."""
+    torch = importlib.import_module("torch")
+
+    def nudge(module: Any, args: Any, out: Any) -> Any:
+        up = torch.rand(out.shape, generator=torch.Generator().manual_seed(0)) < 0.5
+        eps = torch.finfo(out.dtype).eps
+        return torch.where(up, out * (1 + eps), out * (1 - eps))
+
+    _switch(work.model, WAYS[0])
+    hook = work.model.get_input_embeddings().register_forward_hook(nudge)
+    try:
+        return _passed(work, follow)[0]
+    finally:
+        hook.remove()
 
 
 def _switch(model: Any, name: str) -> None:
@@ -248,7 +293,8 @@ def bench(
     """Measure a model's tokens per second with eager, sdpa and scaledot attention.
 
     First the three are compared: all read the same prompt and follow the same tokens, and what they
-    answer must be equal up to rounding. Then each is timed in turns.
+    answer must be equal up to rounding. Then each is timed in turns. Where transformers has no sdpa
+    for the model, it is left out.
     """
     for name, value in (("prompt-tokens", prompt_tokens), ("new-tokens", new_tokens),
                         ("repeats", repeats)):  # fmt: skip
@@ -261,17 +307,28 @@ def bench(
     with _run.limited(threads), _load.quiet(), threads_of_torch(threads) as used:
         loaded = _load.load(source, dtype, typer.echo)
         work = _work(loaded, prompt_tokens, new_tokens)
-        passes = len(WAYS) * (repeats + 1)
-        with Progress("measuring", passes, "passes") as progress:
+        measured = ways(loaded)
+        if measured != WAYS:
+            typer.echo(
+                f"transformers has no sdpa for {type(loaded).__name__}: it is left out, and speeds "
+                f"are beside those of {WAYS[0]}"
+            )
+        passes = len(measured) * (repeats + 1)
+        count = work.inputs["input_ids"].shape[-1]
+        fits = _load.fitting(
+            f"attention over a prompt of {count:,} tokens",
+            f"{WAYS[0]} has matrices of {count:,} × {count:,}: pass fewer --prompt-tokens.",
+        )
+        with fits, Progress("measuring", passes, "passes") as progress:
             done = iter(range(1, passes + 1))
 
             def told() -> None:
-                count = next(done)
-                progress.update(count, count)
+                number = next(done)
+                progress.update(number, number)
 
             found = measure(work, repeats, told)
     title = (
-        f"{source.name}, {dtype}, prompt of {work.inputs['input_ids'].shape[-1]:,} tokens, "
+        f"{source.name}, {dtype}, prompt of {count:,} tokens, "
         f"{used} of torch's threads, {scaledot.get_num_threads() if threads is None else threads} "
         "of scaledot's"
     )
@@ -296,7 +353,7 @@ def _work(model: Any, prompt_tokens: int | None, new_tokens: int | None) -> Work
                           "Leave it out.")  # fmt: skip
     new = (NEW_TOKENS if new_tokens is None else new_tokens) if writes else 0
     text = config.get_text_config()
-    places = getattr(text, "max_position_embeddings", None) or math.inf
+    places = _load.places(model) or math.inf
     count = prompt_tokens
     if count is None:
         count = int(min(PROMPT_TOKENS["decoder" if writes else "encoder"], places - new))
@@ -319,18 +376,19 @@ def speeds(work: Work, figures: Measured) -> tuple[float, float | None]:
 
 
 def _show(title: str, work: Work, found: dict[str, Measured], repeats: int) -> None:
-    """Print the speeds, beside those of sdpa, and how the answers compare."""
+    """Print the speeds, beside those of one implementation, and how the answers compare."""
     table = Table(box=box.SIMPLE, padding=(0, 1, 0, 0), pad_edge=False)
     table.add_column("attention")
-    columns = ["prefill\ntokens/s", f"\n× {BESIDE}"]
+    other_name = beside(found)
+    columns = ["prefill\ntokens/s", f"\n× {other_name}"]
     if work.new_tokens:
-        columns += ["decode\ntokens/s", f"\n× {BESIDE}", "same\ntokens"]
+        columns += ["decode\ntokens/s", f"\n× {other_name}", "same\ntokens"]
     for column in (*columns, "largest\ndifference"):
         table.add_column(column, justify="right", no_wrap=True)
-    beside = speeds(work, found[BESIDE])
+    others = speeds(work, found[other_name])
     for name, figures in found.items():
         cells = []
-        for speed, other in zip(speeds(work, figures), beside, strict=True):
+        for speed, other in zip(speeds(work, figures), others, strict=True):
             if speed is not None and other is not None:
                 cells += [f"{speed:,.4g}", f"{speed / other:.2f}"]
         if work.new_tokens:
@@ -351,16 +409,17 @@ def _show(title: str, work: Work, found: dict[str, Measured], repeats: int) -> N
 
 
 def _drawn(name: str, work: Work, found: dict[str, Measured]) -> plot.Axes:
-    """Bars of the speeds beside sdpa's."""
-    beside = speeds(work, found[BESIDE])
+    """Bars of the speeds beside those of one implementation."""
+    other_name = beside(found)
+    others = speeds(work, found[other_name])
     ratios = {
         way: [
-            speed / other for speed, other in zip(speeds(work, figures), beside, strict=True)
+            speed / other for speed, other in zip(speeds(work, figures), others, strict=True)
             if speed is not None and other is not None
         ]
         for way, figures in found.items()
     }
-    groups = ["prefill", "decode"][: len(ratios[BESIDE])]
+    groups = ["prefill", "decode"][: len(ratios[other_name])]
     return plot.bars(
-        groups, ratios, digits=2, y_label=f"tokens per second, {BESIDE} = 1", title=name
+        groups, ratios, digits=2, y_label=f"tokens per second, {other_name} = 1", title=name
     )

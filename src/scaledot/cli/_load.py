@@ -7,6 +7,7 @@ import importlib
 import importlib.util
 import io
 import os
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
@@ -65,10 +66,11 @@ class Source(NamedTuple):
                     "It can be neither shown nor measured.",
                 ) from error
             failure = error
-        lines = [line.strip() for line in str(failure).splitlines() if line.strip()]
+        lines = [line.strip() for line in str(failure).splitlines() if line.strip()] or [""]
+        told = " ".join(lines) if lines[0].endswith(":") else lines[0]
         raise value_error(
             f"{self.folder} must have {what} that transformers can read",
-            f"{type(failure).__name__}: {lines[0].rstrip('.') if lines else ''}",
+            f"{type(failure).__name__}: {told.rstrip('.')}",
             "Save the model anew with save_pretrained, or update transformers.",
         ) from failure
 
@@ -116,6 +118,33 @@ def quiet() -> Iterator[None]:
         log.set_verbosity(level)
         if bars:
             log.enable_progress_bar()
+
+
+@contextlib.contextmanager
+def fitting(what: str, what_to_do: str) -> Iterator[None]:
+    """Raise a ValueError where torch cannot have the memory that it asks the system for."""
+    try:
+        yield
+    except RuntimeError as error:  # torch has no type of its own for that
+        if "DefaultCPUAllocator" not in str(error):
+            raise
+        size = re.search(r"allocate (\d+) bytes", str(error))
+        asked = f"{int(size[1]):,} bytes" if size else "more"
+        raise value_error(
+            f"{what} must fit into memory", f"{asked} asked for at once and refused", what_to_do
+        ) from error
+
+
+def places(model: Any) -> int | None:
+    """Return for how many tokens of text a model has positions, None if for any number."""
+    found = getattr(model.config.get_text_config(), "max_position_embeddings", None) or None
+    for name, module in model.named_modules():
+        padding = getattr(module, "padding_idx", None)
+        if name.rpartition(".")[2] == "position_embeddings" and padding is not None:
+            # A table with a row for padding, as RoBERTa's: the first token has the row after it.
+            rows = len(module.weight) - padding - 1
+            found = rows if found is None else min(found, rows)
+    return found
 
 
 def load(source: Source, dtype: str, note: Callable[[str], None]) -> Any:

@@ -23,6 +23,9 @@ MAX_TOKENS = 512
 
 ATTENTIONS = ("encoder", "decoder", "cross")
 
+_VOCABULARIES = ("tokenizer.*", "vocab*", "*.model", "*tiktoken*", "tekken.json")
+"""Names of files with the words of a tokenizer."""
+
 _STATES = "encoder_hidden_states"
 """What decoders call the states of the encoder."""
 
@@ -78,6 +81,16 @@ class Asked(NamedTuple):
             raise value_error(
                 f"--attention must be one of {', '.join(ATTENTIONS)}", self.attention, "Choose one."
             )
+        if self.text is not None:
+            try:
+                self.text.encode()
+            except UnicodeEncodeError as error:  # bytes of the shell are kept as surrogates
+                raise value_error(
+                    "--text must be characters in UTF-8",
+                    f"a byte or half a character, {self.text[error.start]!a}, after "
+                    f"{self.text[: error.start]!r}",
+                    "Type that part again, in a terminal whose encoding is UTF-8.",
+                ) from None
         if self.max_tokens is not None and self.max_tokens < 1:
             raise value_error("--max-tokens must be at least 1", self.max_tokens,
                               f"Leave it out for {MAX_TOKENS}.")  # fmt: skip
@@ -115,7 +128,8 @@ def look(
     asked.check()
     _load.transformers_module()  # raises where it or torch is missing
     torch = importlib.import_module("torch")
-    with _load.quiet(), torch.no_grad():
+    fits = _load.fitting("the model and what it is shown", "Pass fewer --max-tokens.")
+    with _load.quiet(), torch.no_grad(), fits:
         model = _load.load(source, dtype, note)
         _check_kind(model, asked)
         shown = _SHOWN[asked.kind](model, source, asked, note)
@@ -174,14 +188,21 @@ def _check_kind(model: Any, asked: Asked) -> None:
 def _text(model: Any, source: _load.Source, asked: Asked, note: Note) -> Shown:
     """Tokens of the text, cut to what was asked for and to what the model can read."""
     tokenizer = _tokenizer(source)
-    config = model.config.get_text_config()
-    places = getattr(config, "max_position_embeddings", None) or asked.most
+    reader = model.get_encoder() if model.config.is_encoder_decoder else model
+    places = _load.places(reader) or asked.most
     most = min(asked.most, places, tokenizer.model_max_length)
     encoded = tokenizer(asked.text, truncation=True, max_length=most, return_tensors="pt")
     whole = len(tokenizer(asked.text)["input_ids"])
     ids = encoded["input_ids"]
     if not ids.numel():
         raise value_error("--text must have at least one token", repr(asked.text), "Write more.")
+    rows, largest = _rows(model), int(ids.max())
+    if rows is not None and largest >= rows:
+        raise value_error(
+            f"tokens of {source.folder} must be among the {rows:,} that the model has rows for",
+            f"number {largest:,}, {tokenizer.convert_ids_to_tokens(largest)!r}",
+            "Save the tokenizer that belongs to the model into its directory.",
+        )
     if whole > ids.shape[-1]:
         note(f"the first {ids.shape[-1]:,} of {whole:,} tokens are read")
     labels = _words(tokenizer, ids[0].tolist())
@@ -191,8 +212,38 @@ def _text(model: Any, source: _load.Source, asked: Asked, note: Note) -> Shown:
     )
 
 
+def _rows(model: Any) -> int | None:
+    """Return the number of tokens that a model knows, None where it cannot be told."""
+    try:
+        table = model.get_input_embeddings()
+    except NotImplementedError:  # as of models of texts and images
+        table = None
+    rows = getattr(table, "num_embeddings", None)
+    if rows is None:
+        rows = getattr(model.config.get_text_config(), "vocab_size", None)
+    return rows
+
+
 def _tokenizer(source: _load.Source) -> Any:
-    return source.read(_load.transformers_module().AutoTokenizer, "a tokenizer")
+    """Read the tokenizer; without its files transformers may make one that knows no words."""
+    has_words = source.gguf is not None or any(
+        next(source.folder.glob(pattern), None) is not None for pattern in _VOCABULARIES
+    )
+    missing = value_error(
+        f"{source.folder} must have the files of a tokenizer", "none of them",
+        "Save it there too, with tokenizer.save_pretrained(DIR), or copy tokenizer.json and "
+        "tokenizer_config.json from where the model is from.",
+    )
+    try:
+        found = source.read(_load.transformers_module().AutoTokenizer, "a tokenizer")
+    except ValueError:
+        if has_words:
+            raise
+        raise missing from None
+    # Tokenizers of bytes and characters need no files.
+    if not has_words and found.vocab_files_names:
+        raise missing
+    return found
 
 
 def _words(tokenizer: Any, ids: list[int]) -> tuple[str, ...]:
@@ -253,8 +304,9 @@ def _samples(file: Path, rate: int) -> Any:
     try:
         with wave.open(str(file), "rb") as opened:
             given = opened.getframerate(), opened.getsampwidth() * 8
-            channels = opened.getnchannels()
-            data = opened.readframes(opened.getnframes())
+            channels, frames = opened.getnchannels(), opened.getnframes()
+            data = opened.readframes(frames)
+            found = len(data) // (channels * opened.getsampwidth())
     except (wave.Error, EOFError) as error:
         raise value_error(
             f"{file} must be a .wav file of integers", str(error) or "the start of one",
@@ -265,6 +317,12 @@ def _samples(file: Path, rate: int) -> Any:
             f"{file} must have samples of 16 bits, {rate:,} in a second",
             f"{len(data)} bytes of {given[1]} bits, {given[0]:,} in a second",
             f"Convert it: ffmpeg -i FILE -ar {rate} -c:a pcm_s16le NEW.wav",
+        )
+    if found != frames:
+        raise value_error(
+            f"{file} must be whole, {frames:,} samples by its header", f"{found:,}",
+            f"Copy it again, or keep what is there: ffmpeg -i FILE -ar {rate} -c:a pcm_s16le "
+            "NEW.wav",
         )
     samples = np.frombuffer(data, "<i2").astype(np.float32) / 2**15
     return samples.reshape(-1, channels).mean(axis=1)
@@ -285,8 +343,8 @@ def _of_two(
             "the model must be able to write for its decoder to be shown", type(model).__name__,
             "Pass --attention encoder, or save the model with its output layer.",
         )
-    limits = (getattr(model.config, name, None)
-              for name in ("max_target_positions", "max_position_embeddings"))  # fmt: skip
+    limits = (getattr(model.config, "max_target_positions", None),
+              _load.places(model.get_decoder()))  # fmt: skip
     written = model.generate(
         **shown.inputs, max_length=min([asked.most, *(limit for limit in limits if limit)]),
         do_sample=False, num_beams=1, return_dict_in_generate=True,

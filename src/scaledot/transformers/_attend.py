@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import torch
@@ -11,6 +12,10 @@ from scaledot import _watch, attention, attention_weights
 from scaledot._errors import type_error, value_error
 from scaledot._torch_calls import cast, no_autocast, seeds
 from scaledot.transformers._mask import Visible
+
+_collector: Any = None
+with contextlib.suppress(ImportError):  # of a version that collects in another way
+    from transformers.utils.output_capturing import _active_collector as _collector
 
 HARMLESS = {
     "position_ids": "used before attention, for rotary embeddings and the mask",
@@ -24,6 +29,11 @@ HARMLESS = {
     "output_router_logits": "what the model returns",
     "logits_to_keep": "what the model returns",
     "num_items_in_batch": "how the loss is averaged",
+    "reduction": "how the loss is averaged",
+    "shift_labels": "what the loss compares with",
+    "ignore_index": "which labels the loss leaves out",
+    "token_type_ids": "used before attention, for embeddings and the mask",
+    "mm_token_type_ids": "used before attention, for rotary embeddings and the mask",
     "deterministic": "attention here is, always",
     "kernel_options": "how another implementation runs",
 }
@@ -63,9 +73,10 @@ def attend(
     with no_autocast(query.device):
         out = attention(query, key, value, dropout=dropout, seed=seed, **options)
         weights = None
-        if output_attentions:
-            weights = attention_weights(query, key, **options).to(query.dtype)
-            weights = torch.nn.functional.pad(weights, (0, len_kv - end))
+        if output_attentions or _are_collected(module):
+            with contextlib.nullcontext() if output_attentions else _outside_checkpoints():
+                weights = attention_weights(query, key, **options).to(query.dtype)
+                weights = torch.nn.functional.pad(weights, (0, len_kv - end))
     return out.transpose(1, 2).contiguous(), weights
 
 
@@ -77,6 +88,26 @@ def _refuse_unknown(others: dict[str, Any]) -> None:
                 f"arguments of attention must be known to scaledot, but {name} is not",
                 type(given).__name__, "Use attn_implementation='sdpa' or 'eager' for this model.",
             )
+
+
+def _are_collected(module: torch.nn.Module) -> bool:
+    """Whether hooks of transformers take weights from this pass, of which few models tell."""
+    if _collector is None:
+        return False
+    if torch.compiler.is_compiling() and not (_collector.compiling or module._forward_hooks):
+        return False  # a layer by itself: to ask would part its graph, as hooks do anyway
+    wanted = _collector.get()
+    return bool(wanted) and any(kind.endswith("attentions") for kind in wanted)
+
+
+def _outside_checkpoints() -> contextlib.AbstractContextManager[Any]:
+    """Context in which what gradients need is kept, also where layers are computed once more.
+
+    Nothing is collected then, so that there would be less than a checkpoint counted before.
+    """
+    if torch.compiler.is_compiling():
+        return contextlib.nullcontext()
+    return torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x)
 
 
 def _without_mask(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -49,17 +48,26 @@ _constant: Any = torch.compiler.assume_constant_result
 _constant(_in_the_way)  # marks it: graphs hold what it returns, not how that is found
 
 
-@functools.cache
 def _found(kind: type, architectures: tuple[str, ...]) -> str | None:
-    """Name of the model with such a config that uses masks in its own way, None for others."""
-    # Only those that are loaded are known, and one that asks for a mask is.
+    """Name of the model with such a config that uses masks in its own way, None for others.
+
+    Classes of anybody's may have the config of a model: unless the config names its models, those
+    that it came with decide, and one that can be exchanged is enough.
+    """
+    # Only those that are loaded are known, and one that asks for a mask is. More may come.
     models = [model for model in _subclasses(PreTrainedModel) if model.config_class is kind]
-    models = [model for model in models if model.__name__ in architectures] or models
+    named = [model for model in models if model.__name__ in architectures]
+    beside = [model for model in models if _package(model) == _package(kind)]
+    models = named or beside or models
     if getattr(kind, "model_type", None) == _JOINS_MASKS:
         return (*(model.__name__ for model in models), kind.__name__)[0]
-    return next(
-        (model.__name__ for model in models if not model._can_set_attn_implementation()), None
-    )
+    refused = [model.__name__ for model in models if not model._can_set_attn_implementation()]
+    return refused[0] if refused and len(refused) == len(models) else None
+
+
+def _package(kind: type[Any]) -> str:
+    """Package of the module in which a class is."""
+    return kind.__module__.rpartition(".")[0]
 
 
 def _subclasses(kind: type[Any]) -> Iterator[type[Any]]:
