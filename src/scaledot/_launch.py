@@ -15,7 +15,7 @@ import numpy as np
 from scaledot import _arrays
 from scaledot._errors import value_error
 from scaledot._kernels import team, threads
-from scaledot._kernels.call import CALL
+from scaledot._kernels.call import CALL, VOLATILE
 from scaledot._kernels.jit import Kernel
 from scaledot._kernels.pack import DTYPES
 from scaledot._typing import Array
@@ -23,11 +23,6 @@ from scaledot._typing import Array
 NO_LIMIT = 2**62
 SMALL = 2**15
 """Multiply-adds below which a call stays on the caller's thread."""
-VOLATILE = (
-    "address", "counter", "query", "key", "value", "mask", "bias", "out", "lse", "part_out",
-    "part_lse", "finished", "workers", "scratch", "status",
-)  # fmt: skip
-"""What differs between calls that are alike."""
 
 
 class ModError(ValueError):
@@ -74,37 +69,20 @@ def by_token(shape: tuple[int, ...], size: int, dtype: int) -> Memory:
 
 
 _NAMES = cast(tuple[str, ...], CALL.names)
-
-
-def _record_format() -> tuple[struct.Struct, list[int], dict[str, int]]:
-    """Format of the record in pieces, where each starts, and which piece each volatile name is."""
-    form, starts, numbers = "", list[int](), dict[str, int]()
-    for volatile, group in itertools.groupby(enumerate(_NAMES), lambda x: x[1] in VOLATILE):
-        members = list(group)
-        form += "q" * len(members) if volatile else f"{8 * len(members)}s"
-        for i, name in members if volatile else members[:1]:
-            numbers[name] = len(starts)
-            starts.append(8 * i)
-    return struct.Struct(form), [*starts, CALL.itemsize], numbers
-
-
-_WHOLE = struct.Struct("".join("d" if CALL[name].kind == "f" else "q" for name in _NAMES))
-_FORMAT, _STARTS, _PIECE = _record_format()
-(_ADDRESS, _COUNTER, _QUERY, _KEY, _VALUE, _MASK, _BIAS, _OUT, _LSE, _PART_OUT, _PART_LSE,
- _FINISHED, _WORKERS, _SCRATCH, _STATUS) = (_PIECE[name] for name in VOLATILE)  # fmt: skip
+_WHOLE, _REST = (
+    struct.Struct("".join("d" if CALL[name].kind == "f" else "q" for name in names))
+    for names in (_NAMES, _NAMES[len(VOLATILE) :])
+)
+_FORMAT = struct.Struct(f"{len(VOLATILE)}q{_REST.size}s")
 _COUNTERS = struct.Struct("qq")  # the next task, the status; written whole
 # All threads change the counter: nothing that they only read lies near.
 _COUNTERS_AT = CALL.itemsize + 128
 _PARTS_AT = _COUNTERS_AT + 128
 
 
-def packed(known: dict[str, Any]) -> list[Any]:
-    """Pack a record into the pieces of its format."""
-    packed = _WHOLE.pack(*[known.get(name, 0) for name in _NAMES])
-    pieces: list[Any] = [packed[i:j] for i, j in itertools.pairwise(_STARTS)]
-    for name in VOLATILE:
-        pieces[_PIECE[name]] = 0
-    return pieces
+def packed(known: dict[str, Any]) -> bytes:
+    """Pack what a record holds behind that which is volatile."""
+    return _REST.pack(*[known.get(name, 0) for name in _NAMES[len(VOLATILE) :]])
 
 
 def whole_record(known: dict[str, Any]) -> Any:
@@ -116,7 +94,7 @@ class Prepared(NamedTuple):
     """A call but for the addresses of its arrays and its memory."""
 
     kernel: Kernel
-    record: list[Any]  # the pieces
+    record: bytes  # what is not volatile
     keep: object  # owns what the record has addresses of
     tasks: int
     work: int  # multiply-adds, about
@@ -163,16 +141,12 @@ def launch(
     finished_at = lse_at + call.parts[1]
     scratch_at = finished_at + call.parts[2]
     room = _room(scratch_at + workers * call.scratch)
-    base, record = room.address, call.record.copy()
-    record[_ADDRESS] = base
-    record[_COUNTER], record[_STATUS] = base + _COUNTERS_AT, base + _COUNTERS_AT + 8
-    record[_QUERY], record[_KEY] = address(query), address(key)
-    record[_VALUE], record[_OUT] = address(value), address(out)
-    record[_MASK], record[_BIAS], record[_LSE] = address(mask), address(bias), address(lse)
-    record[_PART_OUT], record[_PART_LSE] = base + _PARTS_AT, base + lse_at
-    record[_FINISHED], record[_SCRATCH] = base + finished_at, base + scratch_at
-    record[_WORKERS] = workers
-    _FORMAT.pack_into(room.memory, 0, *record)
+    base = room.address
+    _FORMAT.pack_into(
+        room.memory, 0, base, base + _COUNTERS_AT, address(query), address(key), address(value),
+        address(mask), address(bias), address(out), address(lse), base + _PARTS_AT, base + lse_at,
+        base + finished_at, workers, base + scratch_at, base + _COUNTERS_AT + 8, call.record,
+    )  # fmt: skip
     _COUNTERS.pack_into(room.memory, _COUNTERS_AT, 0, 0)
     if call.parts[2]:
         room.memory[finished_at:scratch_at] = 0

@@ -58,13 +58,10 @@ def cast(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Ten
     return query, key, value
 
 
-_NOTHING = contextlib.nullcontext()
-
-
 def no_autocast(device: torch.device) -> contextlib.AbstractContextManager[Any]:
     """Switch autocast on a device off: it would round what attention holds in float32."""
     if autocast_dtype(device) is None:
-        return _NOTHING
+        return contextlib.nullcontext()
     return torch.autocast(device.type, enabled=False)
 
 

@@ -15,24 +15,34 @@ from scaledot._kernels.simd import I64
 
 # A *pair* is one head of one entry of the flattened leading axes. Strides are in bytes. An address
 # of 0 stands for an option that is not in use; arrays at addresses are contiguous.
-INTEGERS = (
+VOLATILE = (
     "address",  # of this record
     "counter",  # int64: the next task
+    "query", "key", "value", "mask", "bias",
+    "out",
+    "lse",  # (pairs, len_q) of float32 or float64, or 0
+    "part_out", "part_lse", "finished",  # of the parts of the keys, and how many are done
+    "workers", "scratch",
+    "status",  # int64: what went wrong
+)  # fmt: skip
+"""What differs between calls that are alike; the rest of a record is made once for them."""
+INTEGERS = (
+    *VOLATILE,
     "num_entries", "num_heads", "group_size", "len_q", "len_kv", "d_k", "d_v",
     "dtype", "out_dtype",
     "left", "right",  # reach of a query
     "q_start", "kv_start",  # int64 per entry: position of the first query, of the first key
     "q_count", "kv_count",  # int64 per entry: number of queries and of valid keys
-    "query", "q_places", "q_row", "q_column",  # places: int64 per pair, from the address `query`
-    "key", "k_places", "k_row", "k_column",  # per entry and key head
-    "value", "v_places", "v_row", "v_column",
+    "q_places", "q_row", "q_column",  # places: int64 per pair, from the address `query`
+    "k_places", "k_row", "k_column",  # per entry and key head
+    "v_places", "v_row", "v_column",
     "page_table",  # int64 (entries, pages_of_entry): tokens lie in pages, places count from page 0
     "page_size", "pages_of_entry",
     "k_page", "v_page",  # steps from page to page
     "k_scales", "k_scale_places", "k_scale_row",  # float32 of each token, of eight-bit codes
     "v_scales", "v_scale_places", "v_scale_row",
-    "mask", "mask_places", "mask_row", "mask_column",
-    "bias", "bias_places", "bias_row", "bias_column", "bias_dtype",
+    "mask_places", "mask_row", "mask_column",
+    "bias_places", "bias_row", "bias_column", "bias_dtype",
     "segment_q", "segment_kv",  # int64 (entries, len)
     "slopes", "sinks",  # float64 per head; sinks only for weights and statistics
     "head_keys",  # uint32 (pairs, 2): keys of the dropout hash
@@ -44,10 +54,8 @@ INTEGERS = (
     "classes",  # uint8 (entries or 1, heads or 1, SUBS · tasks, tiles): what mask_mod leaves
     "class_entry", "class_head",  # steps in `classes`, 0 where they are shared
     "num_classes",
-    "out", "out_places", "out_row",  # d_v is without gaps
-    "lse",  # (pairs, len_q) of float32 or float64, or 0
+    "out_places", "out_row",  # d_v is without gaps
     "parts",  # of the keys, at most
-    "part_out", "part_lse", "finished",  # of the parts, and how many are done
     "most_rows",  # of a task with few queries
     "shares", "num_shares",  # int64 (.., 5): keys start..stop, their part, for members first..end
     "entry_parts",  # int64 per entry: its parts, where there are shares
@@ -80,8 +88,7 @@ INTEGERS = (
     "last", "received", "received_last",  # float64 (pairs, len_kv)
     "map_rows", "map_columns", "cells",  # float64 (pairs, map_rows, map_columns)
     "map_most",  # rows of the map that a task has a part in, at most
-    "workers", "scratch", "scratch_bytes",  # of each worker
-    "status",  # int64: what went wrong
+    "scratch_bytes",  # of each worker
 )  # fmt: skip
 FLOATS = ("scale", "softcap", "kept_scale")  # softcap 0: none
 CALL = np.dtype([(name, np.int64) for name in INTEGERS] + [(name, np.float64) for name in FLOATS])

@@ -19,8 +19,8 @@ from scaledot import _threads
 from scaledot._kernels import jit
 from scaledot._kernels.atomics import add, invoke, load, store
 
-LEAST_WORK, MOST_WORK = 2**26, 2**34
-"""Multiply-adds of the calls for a team: half a millisecond to a fraction of a second.
+LEAST_WORK, MOST_WORK = 2**20, 2**34
+"""Multiply-adds of the calls for a team: ten microseconds to a fraction of a second.
 
 A team waits for all its threads, even where another program has a processor to itself for some
 milliseconds; the pool waits for nobody who has not begun. Signals wait until a call ends, and where

@@ -217,15 +217,22 @@ def _passed(work: Work, follow: Any) -> tuple[Any, Any, float, float]:
         return out.float().flatten(0, -2), None, time.perf_counter() - start, 0.0
     takes = inspect.signature(model.forward).parameters
     last = {"logits_to_keep": 1} if "logits_to_keep" in takes else {}
-    cache = importlib.import_module("transformers").DynamicCache(config=model.config)
+    transformers = importlib.import_module("transformers")
+    cache, token = transformers.DynamicCache(config=model.config), "input_ids"
+    if model.config.is_encoder_decoder:
+        cache = transformers.EncoderDecoderCache(cache, transformers.DynamicCache())
+        token = "decoder_input_ids"
     # Newer versions call the argument cache.
     cached = {"cache" if "cache" in takes else "past_key_values": cache, "use_cache": True}
-    answers = [model(**work.inputs, **cached, **last).logits[0, -1]]
+    first = model(**work.inputs, **cached, **last)
+    answers = [first.logits[0, -1]]
+    if model.config.is_encoder_decoder:  # which is not run again
+        cached["encoder_outputs"] = (first.encoder_last_hidden_state,)
     middle = time.perf_counter()
     fed = []
     for step in range(work.new_tokens):
         fed.append(answers[-1].argmax() if follow is None else follow[step])
-        answers.append(model(input_ids=fed[-1].reshape(1, 1), **cached).logits[0, -1])
+        answers.append(model(**{token: fed[-1].reshape(1, 1)}, **cached).logits[0, -1])
     end = time.perf_counter()
     return torch.stack(answers).float(), torch.stack(fed), middle - start, end - middle
 

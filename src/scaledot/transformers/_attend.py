@@ -10,9 +10,10 @@ from torch import Tensor
 
 from scaledot import _watch, attention, attention_weights
 from scaledot._errors import type_error, value_error
-from scaledot._torch_calls import cast, no_autocast, seeds
+from scaledot._torch_calls import autocast_dtype, cast, no_autocast, seeds
 from scaledot.transformers._mask import Visible
 
+_NOTHING = contextlib.nullcontext()
 _collector: Any = None
 with contextlib.suppress(ImportError):  # of a version that collects in another way
     from transformers.utils.output_capturing import _active_collector as _collector
@@ -54,7 +55,11 @@ def attend(
     (batch, num_heads, len_q, len_kv) are those without dropout, None unless they are asked for.
     """
     _refuse_unknown(others)
-    query, key, value = cast(query, key, value)
+    # Decoders of small models spend much of a token's time here: each step below is taken only
+    # where there is something to do.
+    is_cast = autocast_dtype(query.device) is not None
+    if is_cast:
+        query, key, value = cast(query, key, value)
     if attention_mask is None:
         # Masks that are causal come as masks: a module that does not say so itself is not.
         causal = getattr(module, "is_causal", False) if is_causal is None else is_causal
@@ -63,18 +68,20 @@ def attend(
         options, end = _with_mask(query, key, attention_mask)
     if cu_seq_lens_q is not None:
         options |= _sequences(query, key, cu_seq_lens_q, cu_seq_lens_k, options)
-    options |= _scores(scaling, softcap, s_aux, position_bias, options, end)
+    if softcap is not None or s_aux is not None or position_bias is not None:
+        options |= _scores(softcap, s_aux, position_bias, options, end)
+    options["scale"] = scaling
     len_kv = key.shape[-2]
     if end < len_kv:
         key, value = key[..., :end, :], value[..., :end, :]
     if not torch.compiler.is_compiling():
         _watch.show(module, query, key, options)
     seed = seeds(query, key, value) if dropout else None
-    with no_autocast(query.device):
+    weights = None
+    with no_autocast(query.device) if is_cast else _NOTHING:
         out = attention(query, key, value, dropout=dropout, seed=seed, **options)
-        weights = None
         if output_attentions or _are_collected(module):
-            with contextlib.nullcontext() if output_attentions else _outside_checkpoints():
+            with _NOTHING if output_attentions else _outside_checkpoints():
                 weights = attention_weights(query, key, **options).to(query.dtype)
                 weights = torch.nn.functional.pad(weights, (0, len_kv - end))
     return out.transpose(1, 2).contiguous(), weights
@@ -182,11 +189,11 @@ def _check_same(of_queries: Tensor, of_keys: Tensor) -> None:
 
 
 def _scores(
-    scaling: float | None, softcap: float | None, sinks: Tensor | None, bias: Tensor | None,
-    options: dict[str, Any], end: int,
+    softcap: float | None, sinks: Tensor | None, bias: Tensor | None, options: dict[str, Any],
+    end: int,
 ) -> dict[str, Any]:  # fmt: skip
     """Options that change scores, of those that are given; a bias is for the first end keys."""
-    given: dict[str, Any] = {"scale": scaling, "softcap": softcap, "sinks": sinks}
+    given: dict[str, Any] = {"softcap": softcap, "sinks": sinks}
     if bias is not None:
         bias = bias[..., :end] if bias.shape[-1] > 1 else bias
         given["bias"] = bias + options["bias"] if "bias" in options else bias
