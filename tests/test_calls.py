@@ -24,10 +24,9 @@ MASKS = {"full": (7, 9), "row": (9,), "column": (7, 1), "heads": (4, 7, 9)}
 @pytest.fixture(autouse=True)
 def nothing_kept():
     """Begin without kept calls; leave the number of threads as it was."""
-    before = sd.get_num_threads()
     _choice._kept.clear()
     yield
-    sd.set_num_threads(before)
+    sd.set_num_threads(None)
 
 
 @pytest.fixture

@@ -15,10 +15,9 @@ PART = 1024  # keys of a part, up to 64 parts
 
 @pytest.fixture(autouse=True)
 def restored_threads():
-    """Leave the number of threads as it was."""
-    before = sd.get_num_threads()
+    """Let no number of threads stay set."""
     yield
-    sd.set_num_threads(before)
+    sd.set_num_threads(None)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -53,10 +53,9 @@ def blas_on_one_thread():
 
 @pytest.fixture(autouse=True)
 def restored_threads():
-    """Leave the number of threads as it was."""
-    before = sd.get_num_threads()
+    """Let no number of threads stay set."""
     yield
-    sd.set_num_threads(before)
+    sd.set_num_threads(None)
 
 
 def check_memory(arguments, impl):

@@ -22,10 +22,9 @@ pytestmark = pytest.mark.heavy
 
 @pytest.fixture(autouse=True)
 def restored_threads():
-    """Leave the number of threads as it was."""
-    before = sd.get_num_threads()
+    """Let no number of threads stay set."""
     yield
-    sd.set_num_threads(before)
+    sd.set_num_threads(None)
 
 
 # One head of one sequence: its ranges of keys are what threads share.

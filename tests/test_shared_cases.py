@@ -14,9 +14,8 @@ MAY_BE_UNSUPPORTED = {"ring"}
 
 @pytest.fixture(autouse=True)
 def _same_threads_after():
-    before = sd.get_num_threads()
     yield
-    sd.set_num_threads(before)
+    sd.set_num_threads(None)
 
 
 WITH_GRADIENTS = [

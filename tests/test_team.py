@@ -37,6 +37,10 @@ def count_tasks(call, worker, budget):
     return 1
 
 
+def never():
+    raise AssertionError("nothing is to be stopped")
+
+
 def fail(call, worker, budget):
     return -5 if worker == 0 else 0
 
@@ -59,7 +63,7 @@ def two_threads():
 def test_every_task_is_done_once(kernels, two_threads):
     board = np.zeros(8, dtype=np.int64)
     board[NUM_TASKS // 8] = 1000
-    assert team.run(kernels["count_tasks"].address, board.ctypes.data, 2, 2) == 0
+    assert team.run(kernels["count_tasks"].address, board.ctypes.data, 2, 2, never) == 0
     assert board[DONE // 8] == 1000
     assert list(board[WORKERS // 8 :]) == [1, 1, 0, 0, 0]
 
@@ -69,15 +73,39 @@ def test_threads_without_work_leave(kernels, two_threads):
     board = np.zeros(8, dtype=np.int64)
     board[NUM_TASKS // 8] = 10
     board[WORKERS // 8 + 1] = 1  # nobody waits
-    assert team.run(kernels["count_tasks"].address, board.ctypes.data, 1, 2) == 0
+    assert team.run(kernels["count_tasks"].address, board.ctypes.data, 1, 2, never) == 0
     assert board[DONE // 8] == 10
     assert list(board[WORKERS // 8 :]) == [1, 1, 0, 0, 0]
 
 
 @needs_team
+def test_signals_are_seen_between_slices(kernels, two_threads, monkeypatch):
+    """What a handler raises ends the call, when all threads have left; a fork leaves the team."""
+    board = np.zeros(8, dtype=np.int64)
+    board[NUM_TASKS // 8], board[WORKERS // 8 + 1] = 10**6, 1
+    parallel, stopped, rounds = team._parallel(), [], []
+
+    def start(*arguments):
+        parallel(*arguments)
+        rounds.append(int(board[DONE // 8]))
+        if len(rounds) == 3:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(team, "_parallel", lambda: start)
+    arguments = kernels["count_tasks"].address, board.ctypes.data, 2, 2
+    with pytest.raises(KeyboardInterrupt):
+        team.run(*arguments, lambda: stopped.append(True))
+    assert stopped == [True]
+    assert rounds == [2, 4, 6]
+    monkeypatch.setattr(team, "_is_child", True)
+    assert team.run(*arguments, never) == threads.MORE
+    assert len(rounds) == 3
+
+
+@needs_team
 def test_an_error_reaches_the_caller(kernels, two_threads):
     board = np.zeros(8, dtype=np.int64)
-    assert team.run(kernels["fail"].address, board.ctypes.data, 2, 2) == -5
+    assert team.run(kernels["fail"].address, board.ctypes.data, 2, 2, never) == -5
 
 
 def test_the_number_of_threads(two_threads, monkeypatch):
@@ -141,22 +169,26 @@ def test_without_the_entry_point(two_threads, monkeypatch):
     monkeypatch.setattr(team, "_parallel", lambda: None)
     monkeypatch.setattr(team, "LEAST_WORK", 0)
     x = torch.ones(3, 4, 100, 16)
-    assert not team.may_do(x, 100, 2)
+    assert not team.size_for(x, 100)
     assert torch.equal(sd.attention(*x), x[0])
 
 
 @pytest.mark.parametrize("lead", [(), (2,), (2, 3)])
 @pytest.mark.parametrize("len_q", [1, 9, 70])
-def test_heads_of_a_token_lie_side_by_side(lead, len_q):
+def test_results_lie_as_queries_do(lead, len_q):
+    """By tokens where queries do, so that models join heads without a copy; else in order."""
     rng = np.random.default_rng(0)
-    query = rng.normal(size=(*lead, 4, len_q, 8)).astype(np.float32)
+    query = rng.normal(size=(*lead, len_q, 4, 8)).astype(np.float32).swapaxes(-3, -2)
     key, value = rng.normal(size=(2, *lead, 2, 20, 8)).astype(np.float32)
-    out = sd.attention(*map(torch.from_numpy, (query, key, value)))
-    assert out.shape == query.shape
-    assert out.transpose(-3, -2).is_contiguous()
-    expected = sd.attention(query, key, value)
-    assert expected.flags.c_contiguous
-    assert np.array_equal(out.numpy(), expected)
+    for given in (query, np.ascontiguousarray(query)):
+        out = sd.attention(*map(torch.from_numpy, (given, key, value)))
+        assert out.shape == query.shape
+        by_token = given is query and len_q > 1
+        assert (out.transpose(-3, -2) if by_token else out).is_contiguous()
+        expected = sd.attention(given, key, value)
+        assert expected.flags.c_contiguous
+        assert np.array_equal(out.numpy(), expected)
+    out.view(*lead, -1)
 
 
 def run_script(text):
@@ -206,10 +238,10 @@ def test_a_child_of_a_fork_has_the_pool():
         torch.set_num_threads(2)
         x = torch.arange(3 * 4 * 1000 * 16).reshape(3, 4, 1000, 16).sin()
         expected = sd.attention(*x).numpy().tobytes()
-        assert team.may_do(x, team.LEAST_WORK, 2)
+        assert team.size_for(x, team.LEAST_WORK) == 2
         child = os.fork()
         if child == 0:
-            alone = not team.may_do(x, team.LEAST_WORK, 2)
+            alone = not team.size_for(x, team.LEAST_WORK)
             os._exit(0 if alone and sd.attention(*x).numpy().tobytes() == expected else 1)
         print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
         assert sd.attention(*x).numpy().tobytes() == expected
@@ -235,5 +267,5 @@ def test_several_threads_call(two_threads, monkeypatch):
 
 
 def test_the_request_is_as_long_as_its_fields():
-    assert ctypes.sizeof(ctypes.c_int64) * 5 == team.STATUS + 8
+    assert ctypes.sizeof(ctypes.c_int64) * 7 == team.BUDGET + 8
     assert threads.MORE == 1

@@ -13,6 +13,7 @@ import threadpoolctl
 
 import cases
 import scaledot as sd
+from scaledot import _threads
 from test_determinism import OPTIONS, arrays, bits
 
 needs_fork = pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork here")
@@ -20,10 +21,9 @@ needs_fork = pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no for
 
 @pytest.fixture(autouse=True)
 def restored_threads():
-    """Leave the number of threads as it was."""
-    before = sd.get_num_threads()
+    """Let no number of threads stay set."""
     yield
-    sd.set_num_threads(before)
+    sd.set_num_threads(None)
 
 
 def blas_threads():
@@ -279,3 +279,16 @@ def test_a_fork_in_this_process(impl):
     process.join(60)
     assert process.exitcode == 0
     assert bits(arguments, impl) == before
+
+
+def test_what_was_set_is_taken_back(monkeypatch):
+    monkeypatch.delenv(_threads.VARIABLE, raising=False)
+    sd.set_num_threads(None)
+    usual = sd.get_num_threads()
+    assert not _threads.is_set()
+    sd.set_num_threads(usual + 1)
+    assert _threads.is_set()
+    assert sd.get_num_threads() == usual + 1
+    sd.set_num_threads(None)
+    assert not _threads.is_set()
+    assert sd.get_num_threads() == usual

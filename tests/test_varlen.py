@@ -97,10 +97,9 @@ def at_once(monkeypatch):
 
 @pytest.fixture(autouse=True)
 def restored_threads():
-    """Leave the number of threads as it was."""
-    before = sd.get_num_threads()
+    """Let no number of threads stay set."""
     yield
-    sd.set_num_threads(before)
+    sd.set_num_threads(None)
 
 
 SPREAD = [[0, 1, 127, 128, 129, 600, 5, 0, 33, 1], [4, 1, 129, 128, 127, 430, 0, 0, 70, 200]]

@@ -75,7 +75,7 @@ def wrong_without_bugs(copy: Path, mutants: Sequence[Mutant]) -> str:
     tests = dict.fromkeys(test for mutant in mutants for test in mutant.tests)
     # Compiled modules are kept here, and only here: runs of mutants start in half the time.
     done = python(
-        copy, "-m", "pytest", *PYTEST, "--tb=short", *tests, bytecode=True, seconds=None
+        copy, "-m", "pytest", *PYTEST, "--tb=short", *tests, bytecode=True, seconds=1200
     )
     return f"{done.stdout}{done.stderr}" if done.returncode else ""
 

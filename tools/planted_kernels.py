@@ -30,12 +30,12 @@ def kernel(name: str, file: str, old: str, new: str, *tests: str) -> Mutant:
 
 
 KERNELS = (
-    kernel("team-of-another-size", "team.py", "torch.get_num_threads() == size", "size > 1",
+    kernel("team-of-another-size", "team.py", "size == num_threads(query)", "size > 1",
            "team::who_works"),
     kernel("team-in-a-child", "team.py", "    _is_child = True", "    pass",
            "team::a_child_of_a_fork_has_the_pool"),
     in_package("results-by-token", "_bridges/cpu.py", "joins = rounded and", "joins = False and",
-               "team::heads_of_a_token_lie_side_by_side[9-lead1]"),
+               "team::results_lie_as_queries_do[9-lead1]"),
     # Numbers
     kernel("power-of-two", "simd.py", "5.550332471162809e-2", "5.56e-2",
            "tiles::weights_at_edges[float32-127]"),

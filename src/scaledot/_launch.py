@@ -18,11 +18,11 @@ from scaledot._kernels import team, threads
 from scaledot._kernels.call import CALL, VOLATILE
 from scaledot._kernels.jit import Kernel
 from scaledot._kernels.pack import DTYPES
+from scaledot._kernels.threads import NO_LIMIT
 from scaledot._typing import Array
 
-NO_LIMIT = 2**62
 SMALL = 2**17
-"""Multiply-adds below which a call stays on the caller's thread: another takes 20 us to come."""
+"""Multiply-adds below which a call stays on the caller's thread: others take 20 us to wake."""
 
 
 class ModError(ValueError):
@@ -106,28 +106,9 @@ class Prepared(NamedTuple):
     by_token: bool = False  # whether the heads of a token lie side by side in the result
 
 
-class Room(NamedTuple):
-    """Memory for a record and what its workers write."""
-
-    size: int
-    address: int
-    memory: Any
-
-
-_KEPT_BYTES, _KEPT_ROOMS = 2**20, 4
-_free: list[Room] = []  # what is not in use by a call of any thread; a call under way holds its own
-
-
-def _room(size: int) -> Room:
-    """Memory of so many bytes at least, of an earlier call where that will do."""
-    try:
-        room = _free.pop()
-    except IndexError:
-        room = None
-    if room is None or room.size < size:
-        memory = np.empty(size, dtype=np.uint8)
-        room = Room(size, address(memory), memory)
-    return room
+def num_workers(query: Array, work: int, tasks: int) -> int:
+    """Threads that take part in a call."""
+    return 1 if work < SMALL else max(1, min(team.num_threads(query), tasks))
 
 
 def launch(
@@ -135,37 +116,34 @@ def launch(
     bias: Any = None, out: Any = None, lse: Any = None,
 ) -> None:  # fmt: skip
     """Run a kernel on these arrays, on as many threads as there is work for."""
-    num_threads = team.num_threads(query)
-    workers = 1 if call.work < SMALL else max(1, min(num_threads, call.tasks))
+    workers = num_workers(query, call.work, call.tasks)
     lse_at = _PARTS_AT + call.parts[0]
     finished_at = lse_at + call.parts[1]
     scratch_at = finished_at + call.parts[2]
-    room = _room(scratch_at + workers * call.scratch)
-    base = room.address
+    room: Any = np.empty(scratch_at + workers * call.scratch, dtype=np.uint8)
+    base = address(room)
     _FORMAT.pack_into(
-        room.memory, 0, base, base + _COUNTERS_AT, address(query), address(key), address(value),
-        0 if mask is None else address(mask), 0 if bias is None else address(bias), address(out),
-        0 if lse is None else address(lse), base + _PARTS_AT, base + lse_at, base + finished_at,
-        workers, base + scratch_at, base + _COUNTERS_AT + 8, call.record,
+        room, 0, base, base + _COUNTERS_AT, address(query), address(key), address(value),
+        address(mask), address(bias), address(out), address(lse), base + _PARTS_AT, base + lse_at,
+        base + finished_at, workers, base + scratch_at, base + _COUNTERS_AT + 8, call.record,
     )  # fmt: skip
-    _COUNTERS.pack_into(room.memory, _COUNTERS_AT, 0, 0)
+    _COUNTERS.pack_into(room, _COUNTERS_AT, 0, 0)
     if call.parts[2]:
-        room.memory[finished_at:scratch_at] = 0
+        room[finished_at:scratch_at] = 0
 
     def stop() -> None:
-        _COUNTERS.pack_into(room.memory, _COUNTERS_AT, NO_LIMIT, 0)  # they end after their task
+        _COUNTERS.pack_into(room, _COUNTERS_AT, NO_LIMIT, 0)  # workers end after their task
 
     held = (call, room, query, key, value, mask, bias, out, lse)
-    if workers > 1 and team.may_do(query, call.work, num_threads):
-        status = team.run(call.kernel.address, base, workers, num_threads)
-    else:
+    size = team.size_for(query, call.work) if workers > 1 else 0
+    status = threads.MORE
+    if size:
+        status = team.run(call.kernel.address, base, workers, size, stop)
+    if status == threads.MORE:
         status = threads.run(call.kernel.address, base, workers, stop, held)
     if status == threads.LOST:
         raise RuntimeError("the process was forked, by a signal handler, in the midst of the call")
-    failed = _COUNTERS.unpack_from(room.memory, _COUNTERS_AT)[1]
-    if room.size <= _KEPT_BYTES and len(_free) < _KEPT_ROOMS:
-        _free.append(room)
-    if failed:
+    if _COUNTERS.unpack_from(room, _COUNTERS_AT)[1]:
         raise ModError(str(value_error(
             "score_mod and mask_mod must work for every position of the call",
             "one that raised an error, for example an index out of bounds",

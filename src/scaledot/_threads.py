@@ -38,7 +38,7 @@ def _default() -> int:
 _num_threads: int | None = None
 
 
-def set_num_threads(n: int) -> None:
+def set_num_threads(n: int | None) -> None:
     """Set how many threads scaledot uses for one call.
 
     Results do not depend on it: work is cut by lengths, never by the number of threads.
@@ -49,8 +49,8 @@ def set_num_threads(n: int) -> None:
 
     Parameters
     ----------
-    n : int
-        At least 1; it may exceed the number of processors.
+    n : int or None
+        At least 1; it may exceed the number of processors. None takes what was set back.
 
     Raises
     ------
@@ -60,14 +60,13 @@ def set_num_threads(n: int) -> None:
     Examples
     --------
     >>> import scaledot as sd
-    >>> before = sd.get_num_threads()
     >>> sd.set_num_threads(1)
     >>> sd.get_num_threads()
     1
-    >>> sd.set_num_threads(before)
+    >>> sd.set_num_threads(None)
     """
     global _num_threads
-    _num_threads = _checked(n, "n")
+    _num_threads = None if n is None else _checked(n, "n")
 
 
 def get_num_threads() -> int:

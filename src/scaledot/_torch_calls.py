@@ -86,7 +86,7 @@ class Shared:
     """
 
     def __init__(self, change: Callable[[], contextlib.AbstractContextManager[object]]) -> None:
-        self._change, self._lock, self._inside = change, threading.Lock(), 0
+        self._change, self._lock, self._inside = change, threading.RLock(), 0
         self._undo = contextlib.ExitStack()
 
     @contextlib.contextmanager

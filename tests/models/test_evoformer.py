@@ -120,6 +120,16 @@ def test_rows_without_a_visible_key_are_those_of_esmfold():
     assert_close(here[padding], theirs[padding], eps=EPS["float32"], len_kv=LENGTH)
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_a_bias_that_a_dtype_does_not_hold_empties_no_row(dtype):
+    query, key, value = numbers(3, BATCH, HEADS, LENGTH, D).to(dtype)
+    bias = torch.full((BATCH, 1, 1, LENGTH), -1e9)
+    out = ours._with_biases(0 * query, key, value, [bias])
+    truth = value.double().mean(-2, keepdim=True).expand(out.shape)
+    eps = torch.finfo(dtype).eps
+    assert_close(out.double(), truth, eps=eps, len_kv=LENGTH)
+
+
 def test_a_block_of_esmfold():
     """All of it, triangle multiplication and transitions too, for two proteins of two lengths."""
     config = configuration.TrunkConfig(

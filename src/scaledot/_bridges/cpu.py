@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, cast
 
 import numpy as np
 
-from scaledot import _arrays, _launch, _masks, _threads
+from scaledot import _arrays, _launch, _masks
 from scaledot._blockwise import Tiles
 from scaledot._kernels import decode, forward, layout, mods, options, room, weights
 from scaledot._kernels.jit import Kernel
@@ -22,8 +22,8 @@ from scaledot._kernels.kinds import BLOCK_KV, block_q
 from scaledot._kernels.pack import DTYPES
 from scaledot._kernels.simd import DOUBLE, SINGLE, Vectors
 from scaledot._kernels.target import HOST
+from scaledot._kernels.threads import NO_LIMIT
 from scaledot._launch import (
-    NO_LIMIT,
     Memory,
     Prepared,
     address,
@@ -31,6 +31,7 @@ from scaledot._launch import (
     in_order,
     launch,
     memory,
+    num_workers,
     packed,
 )
 from scaledot._spec import Problem, Spec, Terms
@@ -119,11 +120,21 @@ def prepare(problem: Problem, *, rounded: bool, with_lse: bool = False) -> Prepa
     """
     spec, sums = problem.spec, numbers_of(problem.spec)
     shape, numbers = (*spec.scores_shape[:-1], spec.d_v), None if rounded else sums
-    # As PyTorch's own function returns it: models join the heads of a token, here without a copy.
-    joins = rounded and not with_lse and spec.library == "torch" and spec.num_heads > 1
+    joins = rounded and not with_lse and _lies_by_token(problem.query)
     place = by_token if joins else in_order
     call = prepared(problem, plan(spec), place(shape, *_item(spec, numbers)), numbers)
     return call._replace(lse=sums if with_lse else call.lse, by_token=joins)
+
+
+def _lies_by_token(query: Array) -> bool:
+    """Whether heads of a token are neighbours in a tensor (..., num_heads, len_q, d_k).
+
+    Its result lies so too, as that of PyTorch's own function: models join the heads of a token,
+    without a copy then.
+    """
+    if isinstance(query, np.ndarray) or query.shape[-3] == 1 or query.shape[-2] == 1:
+        return False
+    return bool(query.stride(-3) < query.stride(-2))
 
 
 def _item(spec: Spec, numbers: Any) -> tuple[int, int]:
@@ -145,13 +156,17 @@ def prepared(
         **{name: x for name, x in own.items() if name not in arrays},
     }  # fmt: skip
     keep = laid_out(arrays, known)
-    work = math.prod(spec.scores_shape) * (spec.d_k + spec.d_v)
     keep += add_mods(problem, known)
     known |= option_functions(known, chosen.vectors)
     return Prepared(
         chosen.kernel, packed(known), keep, chosen.tasks if math.prod(out.shape[:-1]) else 0,
-        work, chosen.scratch, _part_bytes(chosen, spec), out.shape, numbers, numbers,
+        _work(spec), chosen.scratch, _part_bytes(chosen, spec), out.shape, numbers, numbers,
     )  # fmt: skip
+
+
+def _work(spec: Spec) -> int:
+    """Multiply-adds of a call that sees all keys."""
+    return math.prod(spec.scores_shape) * (spec.d_k + spec.d_v)
 
 
 def option_functions(known: dict[str, Any], vectors: Vectors) -> dict[str, int]:
@@ -473,5 +488,5 @@ def _bytes(problem: Problem, chosen: Plan) -> int:
     # Sinks are merged with results of the accumulation dtype, by NumPy.
     wide = rows * size * (1 + 3 * spec.d_v) if problem.sinks is not None else 0
     segments = 0 if problem.terms.q_segment is None else spec.len_q + spec.len_kv
-    workers = max(1, min(_threads.get_num_threads(), chosen.tasks))
+    workers = num_workers(problem.query, _work(spec), chosen.tasks)
     return workers * chosen.scratch + parts + wide + 8 * math.prod(spec.lead) * segments

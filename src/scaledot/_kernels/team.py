@@ -13,34 +13,36 @@ import ctypes
 import functools
 import os
 import sys
+from collections.abc import Callable
 from typing import Any
 
 from scaledot import _threads
-from scaledot._kernels import jit
+from scaledot._kernels import jit, threads
 from scaledot._kernels.atomics import add, invoke, load, store
 
 LEAST_WORK, MOST_WORK = 2**20, 2**34
 """Multiply-adds of the calls for a team: ten microseconds to a fraction of a second.
 
 A team waits for all its threads, even where another program has a processor to itself for some
-milliseconds; the pool waits for nobody who has not begun. Signals wait until a call ends, and where
-it takes longer the first milliseconds do not matter.
+milliseconds; the pool waits for nobody who has not begun. Where a call takes longer, the first
+milliseconds do not matter.
 """
-NO_LIMIT = 2**62
+SLICE = 2**32
+"""Units of work of a thread between two looks at signals: under a tenth of a second."""
 # Offsets in a request.
-FUNCTION, CALL, WORKERS, NEXT, STATUS = range(0, 40, 8)
+FUNCTION, CALL, WORKERS, NEXT, STATUS, MORE, BUDGET = range(0, 56, 8)
 
 
 @jit.kernel
 def take_part(request):  # type: ignore[no-untyped-def]
-    """Do a call together with the other threads of the team."""
+    """Do a slice of a call together with the other threads of the team."""
     worker = add(request + NEXT, 1)
     if worker < load(request + WORKERS):
-        status = 1
-        while status > 0:
-            function, call = load(request + FUNCTION), load(request + CALL)
-            status = invoke(function, call, worker, NO_LIMIT)
-        if status < 0:
+        function, call = load(request + FUNCTION), load(request + CALL)
+        status = invoke(function, call, worker, load(request + BUDGET))
+        if status > 0:
+            store(request + MORE, 1)
+        elif status < 0:
             store(request + STATUS, status)
     return 0
 
@@ -83,23 +85,33 @@ def num_threads(query: Any) -> int:
     return int(torch.get_num_threads())
 
 
-def may_do(query: Any, work: int, size: int) -> bool:
-    """Whether a call of so many multiply-adds is for a team of that size.
+def size_for(query: Any, work: int) -> int:
+    """Threads of the team that a call of so many multiply-adds is for; 0 where it is for the pool.
 
-    One of another size than PyTorch's operators want would be taken apart after each call. A child
-    of a fork has no team: its threads have stayed behind.
+    A team of another size than PyTorch's operators want would be taken apart after each call. A
+    child of a fork has no team: its threads have stayed behind.
     """
     torch = _torch_of(query)
     if torch is None or _is_child or not LEAST_WORK <= work < MOST_WORK:
-        return False
-    return torch.get_num_threads() == size and _parallel() is not None
+        return 0
+    size = int(torch.get_num_threads())
+    return size if size == num_threads(query) and _parallel() is not None else 0
 
 
-def run(function: int, call: int, workers: int, size: int) -> int:
+def run(function: int, call: int, workers: int, size: int, stop: Callable[[], None]) -> int:
     """Run a native function as `threads.run` does, on the first threads of the team to come.
 
-    It returns when all have left.
+    It returns when all have left; with `threads.MORE` in a child that a signal handler has forked
+    between two slices.
     """
-    request = (ctypes.c_int64 * 5)(function, call, workers)
-    _parallel()(take_part.address, ctypes.addressof(request), size, 0)
+    request = (ctypes.c_int64 * 7)(function, call, workers, 0, 0, threads.MORE, SLICE)
+    try:
+        while request[MORE // 8] and not request[STATUS // 8]:
+            if _is_child:
+                return threads.MORE
+            request[NEXT // 8] = request[MORE // 8] = 0
+            _parallel()(take_part.address, ctypes.addressof(request), size, 0)
+    except BaseException:
+        stop()
+        raise
     return int(request[STATUS // 8])

@@ -20,7 +20,7 @@ from rich.table import Table
 from rich.text import Text
 
 import scaledot
-from scaledot import _watch, plot
+from scaledot import _threads, _watch, plot
 from scaledot._errors import value_error
 from scaledot.cli import _load, _run
 from scaledot.cli._progress import Progress
@@ -150,7 +150,8 @@ def _compare(work: Work, found: dict[str, Measured], told: Callable[[], None]) -
                 "the model's answers must be finite numbers",
                 f"{answer.numel() - finite:,} of {answer.numel():,} with {name} that are not",
                 "Nothing was timed. Check the weights, or choose another --dtype."
-                if name == WAYS[0] else f"Nothing was timed. Those with {WAYS[0]} are.",
+                if name == WAYS[0] else f"Nothing was timed; with {WAYS[0]} they are. Please "
+                "report it, with the model's config.json.",
             )
         answers[name] = answer
         follow = chosen if follow is None else follow
@@ -334,10 +335,10 @@ def bench(
                 progress.update(number, number)
 
             found = measure(work, repeats, told)
+    ours = threads or (scaledot.get_num_threads() if _threads.is_set() else used)
     title = (
         f"{source.name}, {dtype}, prompt of {count:,} tokens, "
-        f"{used} of torch's threads, {scaledot.get_num_threads() if threads is None else threads} "
-        "of scaledot's"
+        f"{used} of torch's threads, {ours} of scaledot's"
     )
     _show(title, work, found, repeats)
     if output is not None:

@@ -128,7 +128,10 @@ def look(
     asked.check()
     _load.transformers_module()  # raises where it or torch is missing
     torch = importlib.import_module("torch")
-    fits = _load.fitting("the model and what it is shown", "Pass fewer --max-tokens.")
+    fits = _load.fitting(
+        "the model and what it is shown",
+        "Show it less (--max-tokens for a text), or take a smaller model.",
+    )
     with _load.quiet(), torch.no_grad(), fits:
         model = _load.load(source, dtype, note)
         _check_kind(model, asked)

@@ -138,13 +138,14 @@ def limited(threads: int | None) -> Iterator[None]:
     """Compute with so many threads; None leaves their number as it is."""
     if threads is not None and threads < 1:
         raise value_error("--threads must be at least 1", threads, "Leave it out to use all.")
-    before = scaledot.get_num_threads()
-    if threads is not None:
-        scaledot.set_num_threads(threads)
+    if threads is None:
+        yield
+        return
+    scaledot.set_num_threads(threads)
     try:
         yield
     finally:
-        scaledot.set_num_threads(before)
+        scaledot.set_num_threads(None)
 
 
 def run(

@@ -62,6 +62,7 @@ def esmfold_attention() -> Iterator[None]:
     ...     module(torch.zeros(1, 5, 5, 8)).shape
     torch.Size([1, 5, 5, 8])
     """
+    _checked()  # imports, which is not to be done while a lock is held
     with _exchanged.scope():
         yield
 
@@ -96,7 +97,7 @@ def _checked() -> Any:
 
 def _unknown(given: str) -> ValueError:
     return value_error(
-        "transformers must have ESMFold's EsmFoldAttention as in its version 5", given,
+        "transformers must have ESMFold's EsmFoldAttention with the arguments of 5.24", given,
         "Run the model without esmfold_attention(), or install another version of transformers.",
     )
 
@@ -128,7 +129,9 @@ def _with_biases(query: Tensor, key: Tensor, value: Tensor, biases: Sequence[Ten
     of_pairs = [bias for bias in biases if bias.ndim < 2 or bias.shape[-2] != 1]
     if of_keys:
         feature = _total(of_keys).mT.expand(*key.shape[:-1], 1)
-        key = torch.cat([key, feature.to(key.dtype)], dim=-1)
+        # -1e9 is more than float16 holds, and -inf would empty a row where it is everywhere.
+        feature = feature.clamp(min=torch.finfo(key.dtype).min).to(key.dtype)
+        key = torch.cat([key, feature], dim=-1)
         query = torch.cat([query, torch.ones_like(query[..., :1])], dim=-1)
     return attention(query, key, value, bias=_total(of_pairs) if of_pairs else None, scale=1.0)
 
