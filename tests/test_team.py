@@ -63,7 +63,7 @@ def two_threads():
 def test_every_task_is_done_once(kernels, two_threads):
     board = np.zeros(8, dtype=np.int64)
     board[NUM_TASKS // 8] = 1000
-    assert team.run(kernels["count_tasks"].address, board.ctypes.data, 2, 2, never) == 0
+    assert team.run(kernels["count_tasks"].address, board.ctypes.data, 2, 2, never, 8) == 0
     assert board[DONE // 8] == 1000
     assert list(board[WORKERS // 8 :]) == [1, 1, 0, 0, 0]
 
@@ -73,7 +73,7 @@ def test_threads_without_work_leave(kernels, two_threads):
     board = np.zeros(8, dtype=np.int64)
     board[NUM_TASKS // 8] = 10
     board[WORKERS // 8 + 1] = 1  # nobody waits
-    assert team.run(kernels["count_tasks"].address, board.ctypes.data, 1, 2, never) == 0
+    assert team.run(kernels["count_tasks"].address, board.ctypes.data, 1, 2, never, 8) == 0
     assert board[DONE // 8] == 10
     assert list(board[WORKERS // 8 :]) == [1, 1, 0, 0, 0]
 
@@ -94,18 +94,18 @@ def test_signals_are_seen_between_slices(kernels, two_threads, monkeypatch):
     monkeypatch.setattr(team, "_parallel", lambda: start)
     arguments = kernels["count_tasks"].address, board.ctypes.data, 2, 2
     with pytest.raises(KeyboardInterrupt):
-        team.run(*arguments, lambda: stopped.append(True))
+        team.run(*arguments, lambda: stopped.append(True), 8)
     assert stopped == [True]
     assert rounds == [2, 4, 6]
     monkeypatch.setattr(team, "_is_child", True)
-    assert team.run(*arguments, never) == threads.MORE
+    assert team.run(*arguments, never, 8) == threads.MORE
     assert len(rounds) == 3
 
 
 @needs_team
 def test_an_error_reaches_the_caller(kernels, two_threads):
     board = np.zeros(8, dtype=np.int64)
-    assert team.run(kernels["fail"].address, board.ctypes.data, 2, 2, never) == -5
+    assert team.run(kernels["fail"].address, board.ctypes.data, 2, 2, never, 8) == -5
 
 
 def test_the_number_of_threads(two_threads, monkeypatch):
@@ -163,6 +163,30 @@ def test_who_works(two_threads, monkeypatch):
         used.clear()
         sd.attention(*tensors.detach())
         assert used == [name if has_team else "threads"]
+
+
+@needs_team
+def test_narrow_heads_have_shorter_slices(two_threads, monkeypatch):
+    budgets, parallel = [], team._parallel()
+
+    def start(function, request, *rest):
+        budgets.append((ctypes.c_int64 * 7).from_address(request)[team.BUDGET // 8])
+        parallel(function, request, *rest)
+
+    monkeypatch.setattr(team, "_parallel", lambda: start)
+    monkeypatch.setattr(team, "LEAST_WORK", 0)
+    for d in (1, 128):
+        x = torch.ones(4, 300, d, requires_grad=True)
+        sd.attention(x, x, x).sum().backward()
+        scores = {budget // (2 * d + 1) for budget in budgets}
+        # Widths of 2 and 256 beside 64: not a hundred times as many scores, but five.
+        assert max(scores) <= team.SLICE // team.PER_SCORE
+        budgets.clear()
+
+
+def test_a_half_imported_pytorch_is_not_asked(monkeypatch):
+    monkeypatch.setitem(sys.modules, "torch", type(sys)("torch"))
+    assert team.num_threads(np.zeros(1)) == sd.get_num_threads()
 
 
 def test_without_the_entry_point(two_threads, monkeypatch):

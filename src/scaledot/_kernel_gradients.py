@@ -224,7 +224,8 @@ class _Backward:
             "grad_out": address(passed.grad_out), "delta": address(passed.delta),
             "row_shift": address(passed.shift), "scratch_bytes": scratch,
         })  # fmt: skip
-        call = Prepared(kernel, record, self.keep, tasks, self.work, scratch, (0, 0, 0), (), None)
+        call = Prepared(kernel, record, self.keep, tasks, self.work, scratch, (0, 0, 0), (), None,
+                        width=self.spec.d_k + self.spec.d_v)  # fmt: skip
         launch(call, *arrays, passed.out, passed.lse)
 
     def run(self, wanted: Collection[str], arrays: Arrays, passed: Passed) -> dict[str, Any]:

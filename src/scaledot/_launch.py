@@ -104,6 +104,7 @@ class Prepared(NamedTuple):
     numbers: Any  # its dtype; None for that of query
     lse: Any = None  # dtype of lse; None where it is not wanted
     by_token: bool = False  # whether the heads of a token lie side by side in the result
+    width: int = 1  # multiply-adds of a score, about
 
 
 def num_workers(query: Array, work: int, tasks: int) -> int:
@@ -138,7 +139,7 @@ def launch(
     size = team.size_for(query, call.work) if workers > 1 else 0
     status = threads.MORE
     if size:
-        status = team.run(call.kernel.address, base, workers, size, stop)
+        status = team.run(call.kernel.address, base, workers, size, stop, call.width)
     if status == threads.MORE:
         status = threads.run(call.kernel.address, base, workers, stop, held)
     if status == threads.LOST:

@@ -345,7 +345,7 @@ class _Backward:
         })  # fmt: skip
         keep = [self.keep, records, starts, held]
         launch(Prepared(kernel, record, keep, int(starts[-1]), self.work, scratch, (0, 0, 0), (),
-                        None))  # fmt: skip
+                        None, width=spec.d_k + spec.d_v))  # fmt: skip
 
     def _slopes(self, sums: Any) -> Any:
         """Gradient of the slopes, (heads,), from the sums of heads and ranges of keys."""

@@ -161,6 +161,7 @@ def prepared(
     return Prepared(
         chosen.kernel, packed(known), keep, chosen.tasks if math.prod(out.shape[:-1]) else 0,
         _work(spec), chosen.scratch, _part_bytes(chosen, spec), out.shape, numbers, numbers,
+        width=spec.d_k + spec.d_v,
     )  # fmt: skip
 
 

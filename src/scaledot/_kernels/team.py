@@ -16,6 +16,8 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
+
 from scaledot import _threads
 from scaledot._kernels import jit, threads
 from scaledot._kernels.atomics import add, invoke, load, store
@@ -27,8 +29,9 @@ A team waits for all its threads, even where another program has a processor to 
 milliseconds; the pool waits for nobody who has not begun. Where a call takes longer, the first
 milliseconds do not matter.
 """
-SLICE = 2**32
-"""Units of work of a thread between two looks at signals: under a tenth of a second."""
+SLICE, PER_SCORE = 2**32, 64
+"""Units of work of a thread between two looks at signals, under a tenth of a second, if a score
+counts for so many more than kernels count: its exponential takes time whatever the widths."""
 # Offsets in a request.
 FUNCTION, CALL, WORKERS, NEXT, STATUS, MORE, BUDGET = range(0, 56, 8)
 
@@ -73,6 +76,8 @@ if hasattr(os, "register_at_fork"):
 
 def _torch_of(x: Any) -> Any:
     """PyTorch, if x is a tensor of it."""
+    if isinstance(x, np.ndarray):  # before PyTorch, which another thread may be importing
+        return None
     torch = sys.modules.get("torch")
     return torch if torch is not None and isinstance(x, torch.Tensor) else None
 
@@ -98,13 +103,16 @@ def size_for(query: Any, work: int) -> int:
     return size if size == num_threads(query) and _parallel() is not None else 0
 
 
-def run(function: int, call: int, workers: int, size: int, stop: Callable[[], None]) -> int:
+def run(
+    function: int, call: int, workers: int, size: int, stop: Callable[[], None], width: int
+) -> int:
     """Run a native function as `threads.run` does, on the first threads of the team to come.
 
-    It returns when all have left; with `threads.MORE` in a child that a signal handler has forked
-    between two slices.
+    ``width`` is how many multiply-adds belong to a score. It returns when all have left; with
+    `threads.MORE` in a child that a signal handler has forked between two slices.
     """
-    request = (ctypes.c_int64 * 7)(function, call, workers, 0, 0, threads.MORE, SLICE)
+    budget = SLICE * width // (width + PER_SCORE)
+    request = (ctypes.c_int64 * 7)(function, call, workers, 0, 0, threads.MORE, budget)
     try:
         while request[MORE // 8] and not request[STATUS // 8]:
             if _is_child:
