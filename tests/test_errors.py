@@ -348,7 +348,7 @@ def test_derivatives_that_jax_cannot_have():
 
 COUNTS = [
     *each(ValueError, "n must be at least 1", n=[0, -2]),
-    *each(TypeError, "n must be a whole number", n=[1.5, 2.0, True, np.True_, "2", None]),
+    *each(TypeError, "n must be a whole number", n=[1.5, 2.0, True, np.True_, "2"]),
 ]
 
 
