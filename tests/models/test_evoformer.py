@@ -218,7 +218,7 @@ def test_another_esmfold_is_an_error_and_stays(case, monkeypatch):
     name, method, message = CHANGED[case]
     monkeypatch.setattr(esmfold.EsmFoldAttention, name, method)
     forward = esmfold.EsmFoldAttention.forward
-    with pytest.raises(ValueError, match="EsmFoldAttention with the arguments of 5.24") as caught:
+    with pytest.raises(ValueError, match=r"EsmFoldAttention with the arguments of 5\.24") as caught:
         esmfold_attention().__enter__()
     assert message in str(caught.value)
     assert esmfold.EsmFoldAttention.forward is forward
@@ -230,7 +230,7 @@ def test_no_esmfold_is_an_error(missing, monkeypatch):
         monkeypatch.setitem(sys.modules, esmfold.__name__, None)
     else:
         monkeypatch.delattr(esmfold, "EsmFoldAttention")
-    with pytest.raises(ValueError, match="EsmFoldAttention with the arguments of 5.24, got none"):
+    with pytest.raises(ValueError, match=r"EsmFoldAttention with the arguments of 5\.24, got none"):
         esmfold_attention().__enter__()
 
 
