@@ -10,7 +10,7 @@ from torch import Tensor
 
 from scaledot import _watch, attention, attention_weights
 from scaledot._errors import type_error, value_error
-from scaledot._torch_calls import autocast_dtype, cast, no_autocast, seeds
+from scaledot._torch_calls import autocast_dtype, cast, seeds
 from scaledot.transformers._mask import Visible
 
 _NOTHING = contextlib.nullcontext()
@@ -78,7 +78,7 @@ def attend(
         _watch.show(module, query, key, options)
     seed = seeds(query, key, value) if dropout else None
     weights = None
-    with no_autocast(query.device) if is_cast else _NOTHING:
+    with torch.autocast(query.device.type, enabled=False) if is_cast else _NOTHING:
         out = attention(query, key, value, dropout=dropout, seed=seed, **options)
         if output_attentions or _are_collected(module):
             with _NOTHING if output_attentions else _outside_checkpoints():
