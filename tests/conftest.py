@@ -1,6 +1,7 @@
 """Array libraries and implementations as fixtures."""
 
 import os
+import sys
 
 # Before NumPy and JAX are imported: several CPU devices are not needed, float64 is.
 os.environ.setdefault("JAX_ENABLE_X64", "1")
@@ -59,6 +60,14 @@ class Library:
             return tuple(map(convert, x)) if isinstance(x, tuple) else x
 
         return {name: convert(x) for name, x in arguments.items()}
+
+
+@pytest.fixture(autouse=True)
+def subnormal_numbers():
+    """Code that PyTorch compiles switches them off: what other tests expect is of NumPy."""
+    yield
+    if "torch" in sys.modules:
+        sys.modules["torch"].set_flush_denormal(False)
 
 
 @pytest.fixture(params=LIBRARIES)

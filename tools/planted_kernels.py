@@ -324,4 +324,13 @@ KERNELS = (
     in_package("distance-of-the-row", "_stats.py",
                "xp.sum(weights * distances(xp, problem), axis=-1)",
                "xp.sum(weights, axis=-1)", f"{STATS}[float64-shape1]"),
+    kernel("mode-of-the-caller", "threads.py",
+           "(status := _native(alone.address)(function, call, SLICE))",
+           "(status := _native(function)(call, 0, SLICE))",
+           "float_mode::results[600-1-float16-flushed]", "float_mode::results[1-1-float32-up]"),
+    kernel("mode-not-restored", "atomics.py",
+           "        _restore_float_mode(b, kept)\n", "",
+           "float_mode::results[1-1-float32-up]"),
+    kernel("subnormal-numbers-are-0", "atomics.py", "_I32(0x1F80)", "_I32(0x9FC0)",
+           "float_mode::subnormal_values_are_kept[600-float32-7.174648137343064e-43]"),
 )

@@ -25,7 +25,7 @@ SPINS = 4096
 NAP = 20_000
 """Nanoseconds of its sleep."""
 
-_PAUSE = {"x86_64": "llvm.x86.sse2.pause", "AMD64": "llvm.x86.sse2.pause"}.get(_MACHINE)
+_X86, _ARM = ("x86_64", "AMD64"), ("aarch64", "arm64")
 _I32, _I64 = ir.IntType(32), ir.IntType(64)
 
 
@@ -83,13 +83,56 @@ def swap_if(context: Any, address: Any, expected: Any, x: Any) -> Any:
     return types.boolean(types.int64, types.int64, types.int64), emit
 
 
+def _float_mode(b: Any) -> Any:
+    """Where the thread's mode of floating point is kept; set is the one that processes begin in.
+
+    None on processors whose mode is not known here.
+    """
+    if _MACHINE in _X86:
+        kept = cgutils.alloca_once_value(b, _I32(0))  # type: ignore[no-untyped-call]
+        _of_mode(b, "st", kept)
+        _of_mode(b, "ld", cgutils.alloca_once_value(b, _I32(0x1F80)))  # type: ignore[no-untyped-call]
+        return kept
+    if _MACHINE in _ARM:
+        read = _declared(b, "llvm.aarch64.get.fpcr", ir.FunctionType(_I64, []))
+        kept = b.call(read, [])
+        _set_fpcr(b, _I64(0))
+        return kept
+    return None
+
+
+def _restore_float_mode(b: Any, kept: Any) -> None:
+    if _MACHINE in _X86:
+        _of_mode(b, "ld", kept)
+    elif _MACHINE in _ARM:
+        _set_fpcr(b, kept)
+
+
+def _of_mode(b: Any, way: str, place: Any) -> None:
+    kind = ir.FunctionType(ir.VoidType(), [ir.IntType(8).as_pointer()])
+    function = _declared(b, f"llvm.x86.sse.{way}mxcsr", kind)
+    b.call(function, [b.bitcast(place, ir.IntType(8).as_pointer())])
+
+
+def _set_fpcr(b: Any, mode: Any) -> None:
+    kind = ir.FunctionType(ir.VoidType(), [_I64])
+    b.call(_declared(b, "llvm.aarch64.set.fpcr", kind), [mode])
+
+
 @intrinsic
 def invoke(context: Any, function: Any, call: Any, worker: Any, budget: Any) -> Any:
-    """Call the function at an address."""
+    """Call the function at an address: nearest rounding and subnormal numbers, whatever holds here.
+
+    A library that was compiled for speed may have turned them off for the thread that loaded it,
+    as PyTorch's compiled code does; every thread of a call has to give the same bits.
+    """
 
     def emit(cx: Any, b: Any, sig: Any, args: Any) -> Any:
         kind = ir.FunctionType(_I64, [_I64] * 3)
-        return b.call(b.inttoptr(args[0], kind.as_pointer()), args[1:])
+        kept = _float_mode(b)
+        status = b.call(b.inttoptr(args[0], kind.as_pointer()), args[1:])
+        _restore_float_mode(b, kept)
+        return status
 
     return types.int64(*[types.int64] * 4), emit
 
@@ -99,9 +142,9 @@ def pause(context: Any) -> Any:
     """Tell the processor that this thread spins."""
 
     def emit(cx: Any, b: Any, sig: Any, args: Any) -> Any:
-        if _PAUSE:
-            b.call(_declared(b, _PAUSE, ir.FunctionType(ir.VoidType(), [])), [])
-        elif _MACHINE in ("aarch64", "arm64"):
+        if _MACHINE in _X86:
+            b.call(_declared(b, "llvm.x86.sse2.pause", ir.FunctionType(ir.VoidType(), [])), [])
+        elif _MACHINE in _ARM:
             hint = ir.FunctionType(ir.VoidType(), [_I32])
             b.call(_declared(b, "llvm.aarch64.hint", hint), [_I32(1)])
         return cx.get_dummy_value()
