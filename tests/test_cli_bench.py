@@ -185,6 +185,30 @@ def test_wrong_answers_are_not_timed(models, name, monkeypatch):
     assert not model.get_input_embeddings()._forward_hooks
 
 
+def test_pixels_are_what_is_rounded_otherwise(models, monkeypatch):
+    vit = _load.load(_load.source_of(models / "vit"), "float32", pytest.fail)
+    monkeypatch.setattr(_bench, "ways", lambda model: ("eager", "scaledot"))
+    monkeypatch.setattr(vit, "get_input_embeddings", pytest.fail)
+    pixels = torch.randn(1, 3, 16, 16, generator=torch.Generator().manual_seed(0))
+    work = _bench.Work(vit, {"pixel_values": pixels})
+    vit.set_attn_implementation("eager")
+    with torch.no_grad():
+        exact = _bench._passed(work, None)[0]
+        difference = (_bench._nudged(work, None) - exact).abs().max()
+    assert 0 < difference < 100 * EPS["float32"] * exact.abs().max()
+    assert _bench.measure(work, 1)["scaledot"].allowed > 2 * difference
+    assert torch.equal(work.inputs["pixel_values"], pixels)
+
+
+def test_models_without_sdpa_and_without_embeddings_are_refused(models, monkeypatch):
+    def fail(self):
+        raise NotImplementedError
+
+    monkeypatch.setattr(hf.Gemma2ForCausalLM, "get_input_embeddings", fail)
+    line = refused("--model", models / "gemma2", *SMALL)
+    assert "have input embeddings for answers to be compared without sdpa, got Gemma2ForC" in line
+
+
 def test_answers_that_are_not_numbers_are_told(models, llama, tmp_path, monkeypatch):
     state = {n: x * torch.nan if n == "model.norm.weight" else x
              for n, x in llama.state_dict().items()}  # fmt: skip
@@ -218,6 +242,19 @@ def test_a_prompt_that_does_not_fit_into_memory(models, monkeypatch):
     monkeypatch.setattr(_bench, "_passed", fail)
     with pytest.raises(RuntimeError, match="another failure"):
         _bench.bench(models / "llama", 40, 5)
+
+
+@pytest.mark.parametrize("command", [["bench"], ["inspect", "--text", folders.TEXT]])
+def test_a_model_that_does_not_fit_into_memory(models, monkeypatch, command):
+    monkeypatch.setattr(
+        hf.LlamaForCausalLM, "from_pretrained",
+        lambda *_, **__: torch.empty(2**60, dtype=torch.uint8),
+    )
+    result = CliRunner().invoke(app, [*command, "--model", str(models / "llama")])
+    assert result.exit_code == 2
+    line = one_line(result.stderr)
+    assert "the model must fit into memory, got 1,152,921,504,606,846,976 bytes asked" in line
+    assert "Take a smaller one" in line
 
 
 def test_models_that_compute_their_own_attention_are_not_measured(models, llama, monkeypatch):
@@ -274,7 +311,7 @@ def test_refusals(models, tmp_path):
     assert "--threads must be at least 1" in refused(*llama, "--threads", 0)
     assert "must end in .png or .svg" in refused(*llama, "-o", tmp_path / "a.pdf")
     (tmp_path / "a.png").touch()
-    assert "--force" in refused(*llama, "-o", tmp_path / "a.png")
+    assert "replace it with --force" in refused(*llama, "-o", tmp_path / "a.png")
     for name in ("vit", "t5"):
         line = refused("--model", models / name)
         assert re.search("must be a decoder, or an encoder of text, got (ViT|T5)", line)

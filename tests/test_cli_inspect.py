@@ -395,7 +395,7 @@ def test_refused_outputs(tmp_path, refused):
     (tmp_path / "folder.html").mkdir()
     assert "the folder" in refused(*files, "--force", output="folder.html")
     (tmp_path / "old.html").write_text("precious")
-    assert "--force" in refused(*files, output="old.html")
+    assert "replace it with --force" in refused(*files, output="old.html")
     succeed(*files, "-o", tmp_path / "old.html", "--force")
     assert (tmp_path / "old.html").read_text(encoding="utf-8").startswith("<!doctype html>")
 
@@ -425,35 +425,3 @@ def test_refused_inputs(tmp_path, refused):
     assert "d_k" in refused(*narrow)
     whole = saved(tmp_path, ".npz", {name: x.astype(int) for name, x in arrays.items()})
     assert "--dtype float32" in refused(*whole)
-
-
-def test_findings_are_printed(tmp_path):
-    # All heads but the last look one token back; the last has nothing to tell keys apart.
-    key = np.zeros((2, 4, 16, 16))
-    key[:] = np.eye(16) * 9
-    query = np.roll(key, 1, axis=-2) * 4
-    query[1, 3] = 0
-    query[0, 0] /= 10  # still back, but less
-    files = saved(tmp_path, ".npz", {"query": query, "key": key})
-    result = succeed(*files, "-o", tmp_path / "a.html")
-    lines = result.stdout.splitlines()
-    assert lines[0] == "layers 2, heads 4, queries 16, keys 16, float64"
-    back = [line for line in lines if line.startswith("previous token")]
-    assert back[0] == "previous token   layer 0, head 1 (score 1.00)"
-    assert all("layer 0, head 0" not in line for line in back)
-    assert len(back) == 6
-    assert back[-1] == "previous token   and 2 more, in the report"
-    assert [line for line in lines if line.startswith("uniform")] == [
-        "uniform          layer 1, head 3 (score 1.00)"
-    ]
-    size = (tmp_path / "a.html").stat().st_size
-    assert lines[-1].startswith(f"Report: {tmp_path / 'a.html'} ({size / 1024:,.1f} KiB), after ")
-
-
-def test_no_findings(tmp_path):
-    result = succeed(*saved(tmp_path, ".npz", operands(2)), "-o", tmp_path / "a.html")
-    none, unknown, *_ = result.stdout.split("\n\n")[1].splitlines()
-    assert none == "No head does one of: " + ", ".join(introspect.KINDS[:6])
-    assert unknown == (
-        "Could not be told: induction, duplicate token (there are no tokens to compare)"
-    )

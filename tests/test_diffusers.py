@@ -15,6 +15,7 @@ import threading
 import pytest
 
 from compare import EPS, assert_close
+from counted import counted_calls
 
 torch = pytest.importorskip("torch")
 diffusers = pytest.importorskip("diffusers")
@@ -88,15 +89,7 @@ def torch_on_one_thread():
 @pytest.fixture
 def calls(monkeypatch):
     """The shapes of the arrays of each call that is computed here."""
-    seen, of_torch = [], sys.modules["scaledot.torch"]
-    attention = of_torch.attention
-
-    def counted(*arrays, **options):
-        seen.append([tuple(x.shape) for x in arrays])
-        return attention(*arrays, **options)
-
-    monkeypatch.setattr(of_torch, "attention", counted)
-    return seen
+    return counted_calls(monkeypatch)
 
 
 def problem(case):

@@ -3,8 +3,11 @@
 import contextlib
 import importlib
 import itertools
+import threading
 
 import pytest
+
+from forks import in_a_child, needs_fork
 
 torch = pytest.importorskip("torch")
 
@@ -207,3 +210,71 @@ def test_a_shared_change_that_fails_leaves_nothing():
     with scopes.scope():  # it is tried again
         pass
     assert next(changes, "used up") == "used up"
+
+
+def noted(made, before=lambda: None):
+    """A change that notes when it is made and when it is taken back."""
+
+    @contextlib.contextmanager
+    def change():
+        before()
+        made.append("on")
+        yield
+        made.append("off")
+
+    return shared.Shared(change)
+
+
+@needs_fork
+def test_a_child_has_the_scopes_of_the_thread_that_forks_alone():
+    theirs, ours, both = [], [], []
+    scopes = [noted(made) for made in (theirs, ours, both)]
+    inside, leave = threading.Event(), threading.Event()
+
+    def other():
+        with scopes[0].scope(), scopes[2].scope():
+            inside.set()
+            leave.wait(30)
+
+    def as_it_should():
+        left = (theirs, ours, both) == (["on", "off"], ["on"], ["on"])
+        here.close()
+        with scopes[0].scope():
+            again = theirs == ["on", "off", "on"]
+        return left and again and (theirs[3:], ours, both) == (["off"], ["on", "off"], ours)
+
+    thread = threading.Thread(target=other)
+    with contextlib.ExitStack() as here:
+        here.enter_context(scopes[1].scope())
+        here.enter_context(scopes[2].scope())
+        thread.start()
+        assert inside.wait(30)
+        assert in_a_child(as_it_should)
+        assert theirs == ours == both == ["on"]
+    assert ours == ["on", "off"]
+    leave.set()
+    thread.join(30)
+    assert theirs == both == ["on", "off"]
+
+
+@needs_fork
+def test_a_fork_in_the_midst_of_a_shared_change():
+    """It waits for the end, so that a child has all of the change or nothing, and no lock."""
+    making, go_on, made = threading.Event(), threading.Event(), []
+    scopes = noted(made, lambda: (making.set(), go_on.wait(30)))
+
+    def other():
+        with scopes.scope():
+            pass
+
+    def as_it_should():
+        with scopes.scope():
+            return made[-3:] == ["on", "off", "on"]
+
+    thread = threading.Thread(target=other)
+    thread.start()
+    assert making.wait(30)
+    threading.Timer(0.1, go_on.set).start()
+    assert in_a_child(as_it_should)
+    thread.join(30)
+    assert made == ["on", "off"]

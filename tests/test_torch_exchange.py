@@ -1,13 +1,17 @@
 """`scaledot.torch.exchanged`: inside it, the modules of a model are of this package's class."""
 
+import contextlib
 import copy
+import gc
 import importlib
 import threading
 import warnings
+import weakref
 
 import pytest
 
 from compare import EPS, assert_close
+from forks import in_a_child, needs_fork
 
 torch = pytest.importorskip("torch")
 module = importlib.import_module("scaledot.torch")
@@ -181,6 +185,54 @@ def test_scopes_of_two_threads_do_not_end_each_other(model):
     leave.set()
     thread.join(30)
     assert state(model) == before
+
+
+@needs_fork
+def test_a_child_has_the_scopes_of_the_thread_that_forks_alone(model):
+    """Also where it is forked while another thread changes modules."""
+    before = state(model)
+    changing, go_on, leave = (threading.Event() for _ in range(3))
+    hook = model.first.own.register_forward_pre_hook
+
+    def slowly(*arguments, **options):
+        changing.set()
+        go_on.wait(30)
+        return hook(*arguments, **options)
+
+    def other():
+        with exchanged(model, need_weights=False):
+            leave.wait(30)
+
+    def as_it_should():
+        inside = {type(m) for m in attentions(model)}
+        here.close()
+        left = state(model) == before
+        with exchanged(model):
+            again = {type(m) for m in attentions(model)}
+        return inside == again == {MultiheadAttention} and left and state(model) == before
+
+    thread = threading.Thread(target=other)
+    with contextlib.ExitStack() as here:
+        here.enter_context(exchanged(model))
+        model.first.own.register_forward_pre_hook = slowly
+        thread.start()
+        assert changing.wait(30)
+        del model.first.own.register_forward_pre_hook
+        threading.Timer(0.1, go_on.set).start()
+        assert in_a_child(as_it_should)
+    assert {type(m) for m in attentions(model)} == {MultiheadAttention}
+    leave.set()
+    thread.join(30)
+    assert state(model) == before
+
+
+def test_a_scope_that_a_module_holds_is_gone_with_it():
+    one, stack = nn.MultiheadAttention(WIDTH, HEADS), contextlib.ExitStack()
+    stack.enter_context(exchanged(one))
+    one.scope, gone = stack, weakref.ref(one)
+    del one, stack
+    gc.collect()
+    assert gone() is None
 
 
 class Derived(nn.MultiheadAttention):

@@ -1,5 +1,7 @@
 """Models of transformers give with scaledot what they give with their own attention."""
 
+import copy
+import gc
 import sys
 
 import pytest
@@ -12,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import scaledot.transformers
 import tiny_models as tiny
 from compare import EPS, assert_close
+from scaledot.transformers import _model
 from scaledot.transformers._model import check
 
 ROOM = {"eps": EPS["float32"], "len_kv": tiny.LENGTH}
@@ -220,10 +223,39 @@ def test_one_of_several_models_that_a_config_is_from_is_enough():
 
 def test_models_that_are_loaded_later_are_asked_too():
     config = type("LaterConfig", (tiny.hf.PreTrainedConfig,), {"__module__": "of_a_notebook"})
-    check(config())
+    before = config()
+    check(before)
     later = of_others("Later", config)
-    with pytest.raises(ValueError, match=f"got {later.__name__}, which uses masks"):
-        check(config())
+    for one in (before, config()):
+        with pytest.raises(ValueError, match=f"got {later.__name__}, which uses masks"):
+            check(one)
+
+
+def test_models_are_looked_for_once(monkeypatch):
+    looked, found = [], _model._found
+    monkeypatch.setattr(_model, "_found", lambda *of: looked.append(of) or found(*of))
+    config = tiny.CONFIGS["llama"][1]()
+    model = tiny.hf.LlamaForCausalLM._from_config(config, attn_implementation="scaledot")
+    for _ in range(3):
+        with torch.no_grad():
+            model(tiny.token_ids())
+    assert looked == [(tiny.hf.LlamaConfig, ())]
+    config = model.config
+    config.architectures = ["LlamaForCausalLM"]
+    check(config)
+    check(copy.copy(config))
+    check(config)
+    assert looked[1:] == [(tiny.hf.LlamaConfig, ("LlamaForCausalLM",))] * 2
+
+
+def test_configs_that_are_gone_are_forgotten():
+    config = tiny.CONFIGS["llama"][1]()
+    check(config)
+    key = id(config)
+    assert key in _model._passed
+    del config
+    gc.collect()
+    assert key not in _model._passed
 
 
 def test_what_the_loss_takes_and_tokenizers_give_changes_no_attention():

@@ -458,8 +458,8 @@ PACKAGE = (
                "wrapped(glyphs(title), TITLE, across)", "glyphs(title)",
                "plot_tidy::a_title_without_room_has_several_lines"),
     in_package("plot-replaces-what-appeared", "_targets.py",
-               "        if overwrite:\n            temporary.replace",
-               "        if True:\n            temporary.replace",
+               "    if overwrite:\n        finished.replace",
+               "    if True:\n        finished.replace",
                "plot::a_file_that_appears_while_it_draws_stays"),
     # Looking inside
     in_package("rollout-nan-everywhere", "introspect/_rollout.py",

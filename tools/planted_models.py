@@ -82,6 +82,9 @@ MODELS = (
     of_transformers("own-attention-taken", "_model.py",
                     "if not model._can_set_attn_implementation()", "if False",
                     "::models_that_use_masks_in_their_own_way_are_refused[bloom]"),
+    of_transformers("own-attention-loaded-later", "_model.py",
+                    "and before == found_for:", "and before[0] == architectures:",
+                    "::models_that_are_loaded_later_are_asked_too"),
     # diffusers
     in_package("diffusers-pixels-hidden", "diffusers.py",
                "seen = float(mask.dtype == torch.bool)", "seen = 0.0",

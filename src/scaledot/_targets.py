@@ -45,24 +45,29 @@ def place(write: Callable[[Path], object], target: Path, what: str, *, overwrite
     temporary = target.with_name(f".{target.name}.{secrets.token_hex(4)}")
     try:
         write(temporary)
-        if overwrite:
-            temporary.replace(target)
-            return
-        try:
-            # Unlike a rename, a link fails if the name was taken in the meantime.
-            os.link(temporary, target)
-        except FileExistsError:
-            raise _exists(target, what) from None
-        except OSError:  # a file system without links
-            if target.exists():
-                raise _exists(target, what) from None
-            temporary.replace(target)
+        settle(temporary, target, what, overwrite=overwrite)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def settle(finished: Path, target: Path, what: str, *, overwrite: bool) -> None:
+    """Give a finished file its own name; what fails leaves it as it is."""
+    if overwrite:
+        finished.replace(target)
+        return
+    try:
+        # Unlike a rename, a link fails if the name was taken in the meantime.
+        os.link(finished, target)
+    except FileExistsError:
+        raise _exists(target, what) from None
+    except OSError:  # a file system without links
+        if target.exists():
+            raise _exists(target, what) from None
+        finished.replace(target)
 
 
 def _exists(target: Path, what: str) -> FileExistsError:
     return FileExistsError(
         f"The {what} must not exist yet, got {target}, which does. Choose another name, or "
-        "replace it with overwrite=True (--force on the command line)."
+        "replace it with --force (overwrite=True in Python)."
     )

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -79,27 +81,74 @@ def seeds(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     return torch.randint(2**63 - 1, lead, dtype=torch.int64, device=query.device)
 
 
+_lock = threading.RLock()
+"""Held while a shared change is made or taken back."""
+_changes: weakref.WeakSet[Shared] = weakref.WeakSet()
+
+
 class Shared:
     """A change to the whole process that holds while any thread is inside of its scope.
 
-    Who enters first makes it, who leaves last takes it back.
+    Who enters first makes it, who leaves last takes it back. A child that is forked has the scopes
+    of the thread that forks: no other lives there to leave.
     """
 
     def __init__(self, change: Callable[[], contextlib.AbstractContextManager[object]]) -> None:
-        self._change, self._lock, self._inside = change, threading.RLock(), 0
-        self._undo = contextlib.ExitStack()
+        self._change, self._undo = change, contextlib.ExitStack()
+        self._inside: dict[object, int] = {}  # the thread that each scope is of
+        _changes.add(self)
 
     @contextlib.contextmanager
     def scope(self) -> Iterator[None]:
         """Be inside."""
-        with self._lock:
+        scope = object()
+        with _lock:
             if not self._inside:
                 self._undo.enter_context(self._change())
-            self._inside += 1
+            self._inside[scope] = threading.get_ident()
         try:
             yield
         finally:
-            with self._lock:
-                self._inside -= 1
-                if not self._inside:
-                    self._undo.close()
+            with _lock:
+                self._inside.pop(scope, None)
+                self._leave()
+
+    def keep(self, thread: int) -> None:
+        """End the scopes of all other threads."""
+        self._inside = {scope: of for scope, of in self._inside.items() if of == thread}
+        self._leave()
+
+    def _leave(self) -> None:
+        """Take the change back where nobody is inside."""
+        if not self._inside:
+            self._undo.close()
+
+
+def _after_fork() -> None:
+    """Begin anew in a child, where the thread that forked is the only one."""
+    try:
+        for change in _changes:
+            change.keep(threading.get_ident())
+    finally:
+        _lock.release()
+
+
+# A child that is forked while another thread makes a change would wait for ever for its end.
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(
+        before=_lock.acquire, after_in_parent=_lock.release, after_in_child=_after_fork
+    )
+
+
+@contextlib.contextmanager
+def _without_fast_path() -> Iterator[None]:
+    """Switch off PyTorch's native path of inference, which does not call its function."""
+    before = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(before)
+
+
+no_fast_path = Shared(_without_fast_path)

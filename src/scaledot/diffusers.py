@@ -41,6 +41,10 @@ def patched() -> Iterator[None]:
     that call PyTorch's ``scaled_dot_product_attention``, and those that go through diffusers'
     ``dispatch_attention_fn``.
 
+    Yields
+    ------
+    None
+
     Notes
     -----
     It is `scaledot.torch.patched`, for the thread that enters it, with diffusers' own

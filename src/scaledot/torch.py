@@ -26,8 +26,8 @@ from torch import Tensor
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-from scaledot._torch_calls import Shared, autocast_dtype, cast, is_ours, no_autocast, seeds
-from scaledot._torch_exchange import calls_are_seen, exchanged_classes
+from scaledot._torch_calls import autocast_dtype, cast, is_ours, no_autocast, no_fast_path, seeds
+from scaledot._torch_exchange import calls_are_seen, exchanged_modules
 
 __all__ = ["MultiheadAttention", "exchanged", "patched", "scaled_dot_product_attention"]
 
@@ -196,25 +196,15 @@ class _Routed(TorchFunctionMode):
 
 
 @contextlib.contextmanager
-def _no_fast_path() -> Iterator[None]:
-    """Switch off PyTorch's native path of inference, which does not call its function."""
-    before = torch.backends.mha.get_fastpath_enabled()
-    torch.backends.mha.set_fastpath_enabled(False)
-    try:
-        yield
-    finally:
-        torch.backends.mha.set_fastpath_enabled(before)
-
-
-_without_fast_path = Shared(_no_fast_path)
-
-
-@contextlib.contextmanager
 def patched() -> Iterator[None]:
     """Route calls of PyTorch's ``scaled_dot_product_attention`` to this package's.
 
     Within ``with patched():`` models compute their attention by `scaled_dot_product_attention`
     here, also where they imported PyTorch's function by name.
+
+    Yields
+    ------
+    None
 
     Notes
     -----
@@ -233,7 +223,7 @@ def patched() -> Iterator[None]:
     ...     layer(torch.zeros(1, 5, 8)).shape
     torch.Size([1, 5, 8])
     """
-    with _without_fast_path.scope(), _Routed():
+    with no_fast_path.scope(), _Routed():
         yield
 
 
@@ -466,6 +456,10 @@ def exchanged(model: torch.nn.Module, *, need_weights: bool = True) -> Iterator[
         False: compute no weights, whatever callers ask for. They get None instead: for models that
         ask, as is the default of PyTorch's module, and do not use them.
 
+    Yields
+    ------
+    None
+
     Raises
     ------
     TypeError
@@ -494,5 +488,5 @@ def exchanged(model: torch.nn.Module, *, need_weights: bool = True) -> Iterator[
     <class 'torch.nn.modules.activation.MultiheadAttention'>
     """
     weights = _checks.flag("need_weights", need_weights)
-    with exchanged_classes(model, torch.nn.MultiheadAttention, MultiheadAttention, weights):
+    with exchanged_modules(model, MultiheadAttention, weights):
         yield

@@ -47,20 +47,6 @@ def in_float64(model):
     return copy.deepcopy(model).double()
 
 
-def counted_calls(monkeypatch):
-    """Return a list that gets the shapes of query, key, value of all that scaledot.torch computes.
-    """
-    seen, of_torch = [], importlib.import_module("scaledot.torch")
-    attention = of_torch.attention
-
-    def counted(*arrays, **options):
-        seen.append([tuple(x.shape) for x in arrays])
-        return attention(*arrays, **options)
-
-    monkeypatch.setattr(of_torch, "attention", counted)
-    return seen
-
-
 def with_random_weights(model):
     """A model whose attention matters: its weights are larger than at the start of training."""
     torch.manual_seed(0)

@@ -7,7 +7,6 @@ alignment is known: the anti-diagonal.
 import copy
 import importlib
 import math
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,27 +14,23 @@ import pytest
 from compare import EPS, assert_close
 
 torch = pytest.importorskip("torch")
+scripts = importlib.import_module("example_scripts")
 
 pytestmark = pytest.mark.models
 
-EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 KINDS = ("Bahdanau", "Luong")
 STEPS = 300
 
 
 @pytest.fixture(autouse=True, scope="module")
 def torch_on_one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+    with scripts.one_thread_of_torch():
+        yield
 
 
 @pytest.fixture(scope="module")
 def example():
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(EXAMPLES))
-        return importlib.import_module("seq2seq")
+    return scripts.example_script("seq2seq")
 
 
 @pytest.fixture(scope="module")

@@ -10,13 +10,13 @@ import importlib
 import pytest
 
 from compare import EPS, assert_close
+from counted import counted_calls
 
 torch = pytest.importorskip("torch")
 
 pytestmark = pytest.mark.models
 
 patched = importlib.import_module("scaledot.torch").patched
-counted_calls = importlib.import_module("agreement").counted_calls
 nn, functional = torch.nn, torch.nn.functional
 imported_by_name = functional.scaled_dot_product_attention
 WIDTH, HEADS, LENGTH = 24, 3, 17

@@ -2,34 +2,29 @@
 
 import importlib
 import random
-from pathlib import Path
 
 import pytest
 
 torch = pytest.importorskip("torch")
+scripts = importlib.import_module("example_scripts")
 
 pytestmark = pytest.mark.models
 
-EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 STEPS = 300
 
 
 @pytest.fixture(scope="module")
 def example():
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(EXAMPLES))
-        return importlib.import_module("transformer")
+    return scripts.example_script("transformer")
 
 
 @pytest.fixture(scope="module")
 def trained(example):
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
     torch.manual_seed(0)
     model = example.Transformer()
-    example.train(model, STEPS)
-    yield model
-    torch.set_num_threads(before)
+    with scripts.one_thread_of_torch():
+        example.train(model, STEPS)
+        yield model
 
 
 def test_no_date_is_in_training_and_test(example):

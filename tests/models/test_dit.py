@@ -9,13 +9,13 @@ import importlib
 import pytest
 
 from compare import EPS, assert_close
+from counted import counted_calls
 
 torch = pytest.importorskip("torch")
 diffusers = pytest.importorskip("diffusers")
 
 module = importlib.import_module("scaledot.diffusers")
-agreement = importlib.import_module("agreement")
-counted_calls, with_random_weights = agreement.counted_calls, agreement.with_random_weights
+with_random_weights = importlib.import_module("agreement").with_random_weights
 
 pytestmark = pytest.mark.models
 

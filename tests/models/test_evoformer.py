@@ -23,11 +23,11 @@ esmfold = pytest.importorskip("transformers.models.esm.modeling_esmfold")
 configuration = pytest.importorskip("transformers.models.esm.configuration_esm")
 ours = importlib.import_module("scaledot.transformers._esmfold")
 esmfold_attention = importlib.import_module("scaledot.transformers").esmfold_attention
+scripts = importlib.import_module("example_scripts")
 dispatch = importlib.import_module("torch.utils._python_dispatch")
 
 pytestmark = pytest.mark.models
 
-EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 CLEAR = Path("/proc/self/clear_refs")
 BATCH, LENGTH, VALID = 2, 21, 17  # residues; the second protein is padded
 WIDTH, HEADS, D = 12, 3, 8
@@ -36,9 +36,7 @@ LONG = 192  # residues of which memory is measured
 
 @pytest.fixture(scope="module")
 def example():
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(EXAMPLES))
-        return importlib.import_module("evoformer")
+    return scripts.example_script("evoformer")
 
 
 def numbers(*shape, seed=0, dtype=torch.float64):

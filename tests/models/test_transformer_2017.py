@@ -15,6 +15,7 @@ from compare import EPS, assert_close
 from test_torch_learns import ALPHABET, FIRST, LONGEST, PAD, decoded, strings
 
 torch = pytest.importorskip("torch")
+scripts = importlib.import_module("example_scripts")
 scaledot_torch = importlib.import_module("scaledot.torch")
 nn = torch.nn
 
@@ -90,10 +91,8 @@ def train(model):
 
 @pytest.fixture(autouse=True, scope="module")
 def torch_on_one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+    with scripts.one_thread_of_torch():
+        yield
 
 
 @pytest.fixture(scope="module")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
@@ -20,6 +19,7 @@ from scaledot._attention import attention, attention_weights
 from scaledot._errors import value_error
 from scaledot._explain import explain
 from scaledot._threads import get_num_threads
+from scaledot.cli._names import free_name
 from scaledot.lessons._measure import best_seconds, extra_memory
 from scaledot.lessons._sentence import Sentence, load
 
@@ -231,7 +231,7 @@ def _draw(
     except ImportError as error:
         typer.echo(f"No picture: {error}")
         return
-    target = _free_name(DEFAULT_PICTURE, force) if picture is None else picture
+    target = free_name(DEFAULT_PICTURE, force) if picture is None else picture
     plot.save(drawing, target, overwrite=force)
     typer.echo(f"Picture of layer {place[0]}, head {place[1]}: {target}")
 
@@ -239,19 +239,9 @@ def _draw(
 def _report(data: Sentence, page: Path | None, force: bool) -> None:
     """Write what all heads do on the sentence, and say where to look."""
     trace = introspect.trace(data.query, data.key, tokens=data.tokens, title=data.sentence)
-    target = _free_name(DEFAULT_REPORT, force) if page is None else page
+    target = free_name(DEFAULT_REPORT, force) if page is None else page
     report.write(trace, target, overwrite=force)
     typer.echo(
         f"Report of all {len(trace.layers)} × {trace.layers[0].num_heads} heads: {target}\n"
         "Open it in a browser and look at layer 3, head 1: “it” looks at “animal” there."
     )
-
-
-def _free_name(name: str, force: bool) -> Path:
-    """Return a name in the current folder or, unless forced, the next free one, and say so."""
-    path = Path(name)
-    if force or not path.exists():
-        return path
-    typer.echo(f"{name} exists and stays as it is (--force replaces it).")
-    names = (path.with_stem(f"{path.stem}-{i}") for i in itertools.count(1))
-    return next(p for p in names if not p.exists())

@@ -17,6 +17,7 @@ from scaledot import _stream, introspect, report
 from scaledot._errors import type_error, value_error
 from scaledot.cli import _files, _load, _model, _report, _run
 from scaledot.cli._job import EVERY, Job, Part
+from scaledot.cli._names import free_name
 from scaledot.cli._progress import Progress
 
 FINEST = 512
@@ -25,8 +26,8 @@ FINEST = 512
 FINER = 16
 """Cells of the block maps for each byte of the report, which joins them to what fits."""
 
-SHOWN = 5
-"""Findings of one kind that are printed."""
+SHOWN = 3
+"""Heads that are printed for each kind of finding: those with the highest scores."""
 
 Tokens = tuple[str, ...] | None
 
@@ -39,8 +40,13 @@ InputFiles = Annotated[
     ),
 ]
 OutputFile = Annotated[
-    Path, typer.Option("--output", "-o", metavar="OUTPUT", help="The report, a .html file.")
-]
+    Path | None,
+    typer.Option(
+        "--output", "-o", metavar="OUTPUT",
+        help="The report, a .html file; otherwise it is named after the model or the first INPUT, "
+        "MODEL-attention.html or the next free name.",
+    ),
+]  # fmt: skip
 TokensFile = Annotated[
     Path | None,
     typer.Option(
@@ -73,7 +79,7 @@ Force = Annotated[bool, typer.Option("--force", help="Replace OUTPUT if it exist
 
 def inspect(
     inputs: InputFiles = None,
-    output: OutputFile = Path("attention.html"),
+    output: OutputFile = None,
     model: _load.ModelPlace = None,
     text: _model.Text = None,
     image: _model.ImageFile = None,
@@ -119,9 +125,12 @@ def inspect(
     asked = _model.Asked(text, image, audio, attention, max_tokens)
     _check_together(model is not None, of_arrays, asked)
     with _run.limited(threads):
+        source = None if model is None else _load.source_of(model)
+        if output is None:
+            output = free_name(_own_name(source, inputs or []), force)
         target = report.check_target(output, overwrite=force)
-        if model is not None:
-            source, working = _load.source_of(model), dtype or "float32"
+        if source is not None:
+            working = dtype or "float32"
             trace = _model.look(source, asked, working, title, typer.echo)
         else:
             scalars = {"causal": causal, "window": _run.window_of(window), "scale": scale,
@@ -135,6 +144,15 @@ def inspect(
     _show(trace, working)
     seconds, size = time.perf_counter() - started, target.stat().st_size
     typer.echo(f"\nReport: {output} ({_report.as_bytes(size)}), after {seconds:.3g} s")
+
+
+def _own_name(source: _load.Source | None, files: list[Path]) -> str:
+    """Name of a report: no other model's, nor that of the demonstration."""
+    if source is None:
+        name = files[0].stem
+    else:
+        name = source.name if source.gguf is None else Path(source.gguf).stem
+    return f"{name}-attention.html"
 
 
 def _check_together(has_model: bool, of_arrays: dict[str, Any], asked: _model.Asked) -> None:
@@ -329,7 +347,7 @@ def _joined(heads: tuple[Any, ...]) -> Any:
 
 
 def _show(trace: introspect.Trace, dtype: str) -> None:
-    """Print shapes, and for each kind of finding the heads with the highest scores."""
+    """Print shapes, how many heads do what, and all that those with the highest scores do."""
     first = trace.layers[0]
     typer.echo(
         f"layers {len(trace.layers):,}, heads {first.num_heads:,}, queries {first.len_q:,}, keys "
@@ -339,14 +357,32 @@ def _show(trace: introspect.Trace, dtype: str) -> None:
     told = [kind for kind in introspect.KINDS if kind not in unknown]
     if told and not found:
         typer.echo(f"No head does one of: {', '.join(told)}")
-    for kind in introspect.KINDS:
-        heads = sorted((f for f in found if f.kind == kind), key=lambda f: -f.score)
-        for f in heads[:SHOWN]:
-            typer.echo(
-                f"{kind:<16} {trace.layers[f.layer].name}, head {f.head} (score {f.score:.2f})"
-            )
-        if len(heads) > SHOWN:
-            typer.echo(f"{kind:<16} and {len(heads) - SHOWN:,} more, in the report")
+    if found:
+        _show_heads(trace, found)
     for reason in dict.fromkeys(unknown.values()):
         kinds = [kind for kind in unknown if unknown[kind] == reason]
         typer.echo(f"Could not be told: {', '.join(kinds)} ({reason})")
+
+
+def _show_heads(trace: introspect.Trace, found: list[introspect.Finding]) -> None:
+    """Print how many heads do what; then a line for each of those with the highest scores."""
+    of_head: dict[tuple[int, int], list[introspect.Finding]] = {}
+    of_kind: dict[str, list[introspect.Finding]] = {kind: [] for kind in introspect.KINDS}
+    for f in found:
+        of_head.setdefault((f.layer, f.head), []).append(f)
+        of_kind[f.kind].append(f)
+    counts = [f"{kind} {len(heads):,}" for kind, heads in of_kind.items() if heads]
+    total = sum(layer.num_heads for layer in trace.layers)
+    typer.echo(f"Found in {len(of_head):,} of {total:,} heads: {', '.join(counts)}")
+    best = {
+        (f.layer, f.head)
+        for heads in of_kind.values()
+        for f in sorted(heads, key=lambda f: -f.score)[:SHOWN]
+    }
+    names = {place: f"{trace.layers[place[0]].name}, head {place[1]}" for place in best}
+    width = max(map(len, names.values()))
+    for place in sorted(best):
+        told = (f"{f.kind} {f.score:.2f}" for f in sorted(of_head[place], key=lambda f: -f.score))
+        typer.echo(f"{names[place]:<{width}}  {', '.join(told)}")
+    if len(of_head) > len(best):
+        typer.echo(f"and {len(of_head) - len(best):,} more, in the report")

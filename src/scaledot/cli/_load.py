@@ -57,6 +57,8 @@ class Source(NamedTuple):
         except (ImportError, MemoryError):
             raise
         except Exception as error:  # transformers raises whatever its readers do
+            if _is_of_memory(error):
+                raise  # which is none of the file
             wanted = options.get("attn_implementation")
             if isinstance(error, KeyError) and error.args == (wanted,):
                 # Some models look their attention up in tables of their own.
@@ -125,14 +127,27 @@ def fitting(what: str, what_to_do: str) -> Iterator[None]:
     """Raise a ValueError where torch cannot have the memory that it asks the system for."""
     try:
         yield
-    except RuntimeError as error:  # torch has no type of its own for that
-        if "DefaultCPUAllocator" not in str(error):
+    except RuntimeError as error:
+        if not _is_of_memory(error):
             raise
         size = re.search(r"allocate (\d+) bytes", str(error))
         asked = f"{int(size[1]):,} bytes" if size else "more"
         raise value_error(
             f"{what} must fit into memory", f"{asked} asked for at once and refused", what_to_do
         ) from error
+
+
+def _is_of_memory(error: Exception) -> bool:
+    """Whether torch could not have its memory, for which it has no type of its own."""
+    return isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error)
+
+
+def embeddings(model: Any) -> Any:
+    """Return the module that makes vectors of a model's tokens, None where it tells of none."""
+    try:
+        return model.get_input_embeddings()
+    except NotImplementedError:  # as of models of texts and images
+        return None
 
 
 def places(model: Any) -> int | None:
@@ -147,6 +162,7 @@ def places(model: Any) -> int | None:
     return found
 
 
+@fitting("the model", "Take a smaller one, or a --dtype of fewer bits.")
 def load(source: Source, dtype: str, note: Callable[[str], None]) -> Any:
     """Return the model with its attention by scaledot, in eval mode; ``note`` takes warnings."""
     if dtype not in FLOATS:

@@ -217,11 +217,7 @@ def _text(model: Any, source: _load.Source, asked: Asked, note: Note) -> Shown:
 
 def _rows(model: Any) -> int | None:
     """Return the number of tokens that a model knows, None where it cannot be told."""
-    try:
-        table = model.get_input_embeddings()
-    except NotImplementedError:  # as of models of texts and images
-        table = None
-    rows = getattr(table, "num_embeddings", None)
+    rows = getattr(_load.embeddings(model), "num_embeddings", None)
     if rows is None:
         rows = getattr(model.config.get_text_config(), "vocab_size", None)
     return rows

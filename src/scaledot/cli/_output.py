@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from scaledot import _targets
 from scaledot._errors import type_error, value_error
 from scaledot.cli._files import FORMATS, NDArrayAny, safetensors_module
 from scaledot.cli._partial import Call, Partial, Place, sync_folder
@@ -27,18 +28,7 @@ _PIECE = 2**20
 
 def check_output(path: Path, *, force: bool) -> None:
     """Raise unless a file may be made at ``path``."""
-    if path.suffix.lower() not in FORMATS:
-        raise value_error(
-            f"the output's name must end in {', '.join(FORMATS)}", path, "The ending is the format."
-        )
-    if not path.parent.is_dir():
-        raise value_error("the output's folder must exist", path.parent, "Make it first.")
-    if path.is_dir():
-        raise value_error("the output must be a file", f"the folder {path}", "Choose a name in it.")
-    if path.exists() and not force:
-        raise value_error("the output must not exist yet", path, "Pass --force to replace it.")
-    if not os.access(path.parent, os.W_OK | os.X_OK):
-        raise value_error("the output's folder must be writable", path.parent, "Choose another.")
+    _targets.check(path, "output", FORMATS, "The ending is the format.", overwrite=force)
     if path.suffix.lower() == ".safetensors":
         safetensors_module()
 
@@ -202,20 +192,7 @@ class Output:
             raise OSError(f"the output could not be written: {error}") from error
 
     def _place(self, finished: Path) -> None:
-        if self.force:
-            os.replace(finished, self.path)
-        else:
-            try:
-                # Unlike a rename, a link fails if the name was taken in the meantime.
-                os.link(finished, self.path)
-            except FileExistsError:
-                raise value_error(
-                    "the output must not exist yet", self.path,
-                    "It appeared during the work. Pass --force to replace it.",
-                ) from None
-            except OSError:  # a file system without links
-                check_output(self.path, force=False)
-                os.replace(finished, self.path)
+        _targets.settle(finished, self.path, "output", overwrite=self.force)
         sync_folder(self.path.parent)  # the new name, too, has to reach the disk
 
 

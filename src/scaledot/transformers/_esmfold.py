@@ -33,6 +33,10 @@ def esmfold_attention() -> Iterator[None]:
     ``softmax(Q Kᵀ / √d + mask bias + bias of pairs) V`` here. Projections, gates and all around
     them stay those of the model.
 
+    Yields
+    ------
+    None
+
     Raises
     ------
     ValueError

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,6 +16,9 @@ _JOINS_MASKS = "deepseek_v4"
 
 _ADDS_MASKS = "gemma4_audio"
 """This part of larger models attends by itself, in blocks, whatever implementation is set."""
+
+_passed: dict[int, tuple[weakref.ref[Any], tuple[Any, ...]]] = {}
+"""Configs that are in order, by their ids, and what that was found for."""
 
 
 def adds_masks(config: Any) -> bool:
@@ -30,7 +34,11 @@ def check(config: Any) -> None:
     """
     if config is None:
         return
-    name = _in_the_way(type(config), tuple(getattr(config, "architectures", None) or ()))
+    architectures = tuple(getattr(config, "architectures", None) or ())
+    if torch.compiler.is_compiling():
+        name = _in_the_way(type(config), architectures)
+    else:
+        name = _remembered(config, architectures)
     if name is not None:
         raise value_error(
             "attn_implementation='scaledot' must be given to a model whose attention "
@@ -39,8 +47,24 @@ def check(config: Any) -> None:
         )
 
 
+def _remembered(config: Any, architectures: tuple[str, ...]) -> str | None:
+    """What is found, looked for once: each pass of a model asks, for each of its masks.
+
+    Once more where models were loaded since, of which each brings classes right below
+    transformers' own, and for each config, as models have theirs.
+    """
+    key, found_for = id(config), (architectures, len(PreTrainedModel.__subclasses__()))
+    reference, before = _passed.get(key, (None, ()))
+    if reference is not None and reference() is config and before == found_for:
+        return None
+    name = _found(type(config), architectures)
+    if name is None:
+        _passed[key] = weakref.ref(config, lambda _: _passed.pop(key, None)), found_for
+    return name
+
+
 def _in_the_way(kind: type, architectures: tuple[str, ...]) -> str | None:
-    """What is found, once for each kind of model."""
+    """What is found, for a graph."""
     return _found(kind, architectures)
 
 
