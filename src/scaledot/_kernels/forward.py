@@ -26,6 +26,7 @@ from scaledot._kernels.kinds import (
 )
 from scaledot._kernels.layout import depth_of, place, width_of
 from scaledot._kernels.matmul import make_accumulate
+from scaledot._kernels.overlap import STEPS, have_begun, is_plain, weigh_scores, weigh_tile
 from scaledot._kernels.pack import (
     FLOAT32,
     FLOAT64,
@@ -64,10 +65,11 @@ accumulate_1, accumulate_2, accumulate_3 = _accumulate[0], _accumulate[-2], _acc
 
 
 @separate
-def score_tile(kind, call, scratch, pair, sub, row, count, tile, low, high, seen, keys, k_step):  # type: ignore[no-untyped-def]
+def score_tile(kind, call, scratch, pair, sub, row, count, tile, low, high, seen, keys, k_step, by):  # type: ignore[no-untyped-def]
     """Scores of keys low..high of a tile for one block of queries, and their maxima.
 
-    ``low`` and the end of what is computed are multiples of MR; returns that end.
+    Scores are products times ``by``. ``low`` and the end of what is computed are multiples of
+    MR; returns that end.
     """
     span, entry, nr = NR * lanes(kind), pair // call.num_heads, -(-count // lanes(kind))
     depth = depth_of(kind, call)
@@ -75,7 +77,7 @@ def score_tile(kind, call, scratch, pair, sub, row, count, tile, low, high, seen
     panel = scratch.panels + size(kind) * sub * wide * span
     first, last = low // MR * MR, -(-high // MR) * MR
     multiply(
-        kind, depth, call.scale, nr, keys, k_step, panel, first, last, scratch.scores, scratch.top
+        kind, depth, by, nr, keys, k_step, panel, first, last, scratch.scores, scratch.top
     )
     start = scratch.scores + size(kind) * first * span
     changed = False
@@ -165,7 +167,7 @@ def attend_sub(  # type: ignore[no-untyped-def]
     """Keys low..high of a tile for one block of ``count`` queries from ``row`` on."""
     span, nr = NR * lanes(kind), -(-count // lanes(kind))
     last = score_tile(
-        kind, call, scratch, pair, sub, row, count, tile, low, high, seen, keys, k_step
+        kind, call, scratch, pair, sub, row, count, tile, low, high, seen, keys, k_step, call.scale
     )
     first = low // MR * MR
     if odd:
@@ -194,6 +196,34 @@ def attend_sub(  # type: ignore[no-untyped-def]
     weights = scratch.pairs if has_pairs(kind) else scratch.scores
     accumulate(
         kind, call.d_v, nr, weights, values, v_step, first, last,
+        scratch.acc + size(kind) * sub * width_of(kind, call) * span, scratch.factor,
+    )  # fmt: skip
+
+
+@separate
+def attend_plain(  # type: ignore[no-untyped-def]
+    kind, call, scratch, pair, key_pair, sub, row, count, tile, low, high, seen, odd, keys, k_step,
+    values, v_step,
+):  # fmt: skip
+    """`attend_sub` for calls that are plain (`overlap`)."""
+    span, nr = NR * lanes(kind), -(-count // lanes(kind))
+    row_max = scratch.row_max + size(kind) * sub * span
+    whole = nr == NR and not odd and depth_of(kind, call) > STEPS and seen != PARTIAL
+    # Rows that have begun have the first key that they may see behind them.
+    whole = whole and end_key(call, pair // call.num_heads, row) >= tile + BLOCK_KV
+    first, last = low // MR * MR, high
+    if not (
+        whole and have_begun(kind, row_max)
+        and weigh_tile(kind, call, scratch, sub, keys, k_step)
+    ):  # fmt: skip
+        last = score_tile(
+            kind, call, scratch, pair, sub, row, count, tile, low, high, seen, keys, k_step, 1.0
+        )
+        if odd:
+            add_odd(kind, call, scratch, key_pair, sub, count, tile, low, high)
+        weigh_scores(kind, call, scratch, sub, nr, first, last)
+    accumulate(
+        kind, call.d_v, nr, scratch.pairs, values, v_step, first, last,
         scratch.acc + size(kind) * sub * width_of(kind, call) * span, scratch.factor,
     )  # fmt: skip
 
@@ -291,10 +321,16 @@ def attend_tile(kind, call, scratch, pair, key_pair, first_row, rows, tile, met)
             loaded = True
             if odd and met == 0:
                 numbers(kind, scratch.odd_acc, rows * width_of(kind, call))[:] = 0
-        attend_sub(
-            kind, call, scratch, pair, key_pair, sub, row, count, tile, low, high, seen, odd,
-            keys, k_step, values, v_step,
-        )  # fmt: skip
+        if is_plain(kind, call):
+            attend_plain(
+                kind, call, scratch, pair, key_pair, sub, row, count, tile, low, high, seen, odd,
+                keys, k_step, values, v_step,
+            )  # fmt: skip
+        else:
+            attend_sub(
+                kind, call, scratch, pair, key_pair, sub, row, count, tile, low, high, seen, odd,
+                keys, k_step, values, v_step,
+            )  # fmt: skip
     return met + odd
 
 
@@ -306,10 +342,11 @@ def finish(kind, call, scratch, pair, sub, row, count, odd):  # type: ignore[no-
     total = numbers(kind, address, span)
     top = numbers(kind, scratch.row_max + size(kind) * sub * span, span)
     acc = scratch.acc + size(kind) * sub * width * span
+    unit = call.scale if is_plain(kind, call) else 1.0  # of the maxima
     for i in range(count):
         place = call.lse + size(kind) * (pair * call.len_q + row + i)
         if call.lse:
-            lse = top[i] + math.log(total[i]) if total[i] != 0 else -INF
+            lse = top[i] * unit + math.log(total[i]) if total[i] != 0 else -INF
             numbers(kind, place, 1)[0] = lse
         total[i] = 1 / total[i] if total[i] != 0 else 0
     out = call.out + load_int64(call.out_places + 8 * pair) + row * call.out_row

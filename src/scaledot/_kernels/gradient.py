@@ -254,7 +254,7 @@ def gradient_tile(  # type: ignore[no-untyped-def]
     k_step, v_step = step_of(kind, call.d_k), step_of(kind, call.d_v)
     keys = room.keys + size(kind) * (tile - start) * k_step
     last = score_tile(
-        kind, call, room, pair, sub, row, count, tile, low, high, seen, keys, k_step
+        kind, call, room, pair, sub, row, count, tile, low, high, seen, keys, k_step, call.scale
     )
     first = low // MR * MR
     begin, values = size(kind) * first * span, room.values + size(kind) * (tile - start) * v_step

@@ -16,7 +16,7 @@ from scaledot._kernels import simd
 from scaledot._kernels.codes import as_pairs, load_codes
 from scaledot._kernels.jit import intrinsic
 from scaledot._kernels.kinds import is_code_pairs, is_codes, is_pairs, vectors, widen
-from scaledot._kernels.simd import I8, I16, I32, I64, LOG2E, Vectors
+from scaledot._kernels.simd import I8, I16, I32, I64, LOG2E, Vectors, rounded
 from scaledot._kernels.target import HOST
 
 INT = types.intp
@@ -353,20 +353,13 @@ def row_weights(context: Any, kind: Any, scores: Any, count: Any, top: Any, fact
                 v.store(b, p, place, w)
                 both.append(w)
             if is_pairs(kind):
-                v.store(b, goal, i, _rounded_pair(b, v, *both))
+                v.store(b, goal, i, rounded(b, v, *both))
             return sums
 
         sums = simd.loop(b, args[2], 2 * v.lanes, [v.const(0.0)], body)
         return v.sum_lanes(b, sums[0])
 
     return v.number(kind, INT, INT, v.number, INT, INT), emit
-
-
-def _rounded_pair(b: Any, v: Vectors, x: Any, y: Any) -> Any:
-    """Two vectors of float32 as one of bfloat16."""
-    name = f"llvm.x86.avx512bf16.cvtne2ps2bf16.{32 * v.lanes}"
-    both = simd.call(b, name, ir.VectorType(simd.BF16, 2 * v.lanes), y, x)
-    return b.bitcast(both, ir.VectorType(I16, 2 * v.lanes))
 
 
 @intrinsic
@@ -379,7 +372,7 @@ def row_pairs(context: Any, kind: Any, weights: Any, count: Any, pairs: Any) -> 
 
         def body(i: Any, carried: list[Any]) -> list[Any]:
             x, y = v.load(b, p, i), v.load(b, p, b.add(i, I64(v.lanes)))
-            v.store(b, goal, i, _rounded_pair(b, v, x, y))
+            v.store(b, goal, i, rounded(b, v, x, y))
             return []
 
         if is_pairs(kind):

@@ -98,7 +98,7 @@ def second_tile(  # type: ignore[no-untyped-def]
     panel = size(kind) * sub * panel_depth(kind, call.d_k) * span
     keys = room.keys + size(kind) * below * k_wide
     last = score_tile(
-        kind, call, room, pair, sub, row, count, tile, low, high, seen, keys, k_wide
+        kind, call, room, pair, sub, row, count, tile, low, high, seen, keys, k_wide, call.scale
     )
     first = low // MR * MR
     begin, numbers_in = size(kind) * first * span, (last - first) * span

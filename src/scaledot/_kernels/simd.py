@@ -45,6 +45,15 @@ EXP2_SINGLE = (
     6.931472028550421e-1,
     1.0,
 )
+# float32, for weights that are rounded to bfloat16: largest relative error 1e-7, by a fit.
+EXP2_SHORT = (
+    1.3263870496302843e-3,
+    9.67172160744667e-3,
+    5.550723150372505e-2,
+    2.4022240936756134e-1,
+    6.931470036506653e-1,
+    1.0,
+)
 EXP2_DOUBLE = tuple(math.log(2) ** k / math.factorial(k) for k in range(13, -1, -1))
 
 
@@ -180,8 +189,22 @@ class Vectors:
         """``2**x`` for x ≤ 0: 0 below the normal numbers; nan stays nan."""
         return self._exp2_avx512(b, x) if HOST.name == "avx512" else self._exp2_integers(b, x)
 
-    def _polynomial(self, b: Any, f: Any) -> Any:
-        coefficients = EXP2_DOUBLE if self.double else EXP2_SINGLE
+    def exp2_short(self, b: Any, x: Any) -> Any:
+        """``2**x`` of float32 by `EXP2_SHORT`, on AVX-512; 0 below the normal numbers."""
+        bits = ir.IntType(self.lanes)
+        whole = call(
+            b, "llvm.x86.avx512.mask.rndscale.ps.512", self.vector,
+            x, I32(0), self.const(0.0), bits(-1), I32(NEAREST),
+        )  # fmt: skip
+        normal = b.fcmp_unordered(">=", x, self.const(self.lowest_exponent))
+        return call(
+            b, "llvm.x86.avx512.mask.scalef.ps.512", self.vector,
+            self._polynomial(b, b.fsub(x, whole), EXP2_SHORT), whole, self.const(0.0),
+            b.bitcast(normal, bits), I32(NEAREST),
+        )  # fmt: skip
+
+    def _polynomial(self, b: Any, f: Any, given: tuple[float, ...] = ()) -> Any:
+        coefficients = given or (EXP2_DOUBLE if self.double else EXP2_SINGLE)
         p = self.const(coefficients[0])
         for coefficient in coefficients[1:]:
             p = self.fma(b, p, f, self.const(coefficient))
@@ -215,6 +238,20 @@ class Vectors:
         result = b.bitcast(b.add(bits, power), self.vector)
         result = b.select(b.fcmp_unordered("uno", x, x), x, result)
         return b.select(low, self.const(0.0), result)
+
+
+def rounded(b: Any, v: Vectors, x: Any, y: Any) -> Any:
+    """Two vectors of float32 as one of bfloat16, in 16-bit integers: x, then y."""
+    halves = ir.VectorType(BF16, 2 * v.lanes)
+    both = call(b, f"llvm.x86.avx512bf16.cvtne2ps2bf16.{32 * v.lanes}", halves, y, x)
+    return b.bitcast(both, ir.VectorType(I16, 2 * v.lanes))
+
+
+def paired(b: Any, v: Vectors, both: Any) -> Any:
+    """What `rounded` returned, a number of x in the low half of each 32 bits, one of y above."""
+    n = v.lanes
+    order = ir.Constant(ir.VectorType(I32, 2 * n), [i // 2 + n * (i % 2) for i in range(2 * n)])
+    return b.bitcast(b.shuffle_vector(both, both, order), ir.VectorType(I32, n))
 
 
 SINGLE, DOUBLE = Vectors(32), Vectors(64)

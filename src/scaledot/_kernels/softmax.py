@@ -18,7 +18,7 @@ from numba.core import types
 from scaledot._kernels import simd
 from scaledot._kernels.jit import intrinsic
 from scaledot._kernels.kinds import is_pairs, vectors
-from scaledot._kernels.simd import I32, I64, LOG2E, Vectors
+from scaledot._kernels.simd import I32, I64, LOG2E, Vectors, paired, rounded
 
 UNROLL = 4
 INT = types.intp
@@ -96,7 +96,7 @@ def _weigh(b: Any, v: Vectors, args: Any, goal: Any) -> None:
                 v.store(b, p, place, found[u])
         for u in range(0, UNROLL if goal else 0, 2):
             place = b.mul(b.lshr(b.add(i, I64(u)), I64(1)), args[2])
-            v.store(b, goal, place, _paired(b, v, _rounded(b, v, *found[u : u + 2])))
+            v.store(b, goal, place, paired(b, v, rounded(b, v, *found[u : u + 2])))
         return new
 
     sums = simd.loop(b, args[3], UNROLL, [v.const(0.0)] * UNROLL, body)
@@ -129,20 +129,6 @@ def weigh_pairs(context: Any, kind: Any, column: Any, stride: Any, count: Any, r
     return types.void(kind, INT, INT, INT, INT, INT, INT), emit
 
 
-def _rounded(b: Any, v: Vectors, x: Any, y: Any) -> Any:
-    """Two vectors of float32 as one of bfloat16, in 16-bit integers: x, then y."""
-    halves = ir.VectorType(simd.BF16, 2 * v.lanes)
-    both = simd.call(b, f"llvm.x86.avx512bf16.cvtne2ps2bf16.{32 * v.lanes}", halves, y, x)
-    return b.bitcast(both, ir.VectorType(simd.I16, 2 * v.lanes))
-
-
-def _paired(b: Any, v: Vectors, both: Any) -> Any:
-    """What `_rounded` returned, a number of x in the low half of each 32 bits, one of y above."""
-    n = v.lanes
-    order = ir.Constant(ir.VectorType(I32, 2 * n), [i // 2 + n * (i % 2) for i in range(2 * n)])
-    return b.bitcast(b.shuffle_vector(both, both, order), ir.VectorType(I32, n))
-
-
 @intrinsic
 def pair_weights(context: Any, kind: Any, column: Any, stride: Any, count: Any, pairs: Any) -> Any:
     """Write weights as pairs of bfloat16, those of two keys side by side; else do nothing."""
@@ -153,7 +139,7 @@ def pair_weights(context: Any, kind: Any, column: Any, stride: Any, count: Any, 
 
         def body(i: Any, carried: list[Any]) -> list[Any]:
             x, y = (v.load(b, p, b.mul(b.add(i, I64(u)), args[2])) for u in range(2))
-            v.store(b, goal, b.mul(b.lshr(i, I64(1)), args[2]), _paired(b, v, _rounded(b, v, x, y)))
+            v.store(b, goal, b.mul(b.lshr(i, I64(1)), args[2]), paired(b, v, rounded(b, v, x, y)))
             return []
 
         if is_pairs(kind):
@@ -239,7 +225,7 @@ def weigh_back(context: Any, kind: Any, scores: Any, stride: Any, count: Any, ls
 
 
 def _store_halves(b: Any, v: Vectors, rows: Any, places: list[Any], both: Any) -> None:
-    """Both vectors of `_rounded`, each to its place among 16-bit numbers."""
+    """Both vectors of `rounded`, each to its place among 16-bit numbers."""
     for k, place in enumerate(places):
         order = ir.Constant(ir.VectorType(I32, v.lanes), [v.lanes * k + i for i in range(v.lanes)])
         v.store(b, rows, place, b.shuffle_vector(both, both, order))
@@ -266,11 +252,11 @@ def _rounded_back(weigh: bool) -> Any:
                     found = [(v.load(b, p, at), v.load(b, q, at)) for at in places]
                     if weigh:
                         found = [_weight_and_grad(b, v, s, x, row, d) for s, x in found]
-                    weights, grads = (_rounded(b, v, *x) for x in zip(*found, strict=True))
+                    weights, grads = (rounded(b, v, *x) for x in zip(*found, strict=True))
                     _store_halves(b, v, w16, places, weights)
                     _store_halves(b, v, g16, places, grads)
                     line = b.mul(b.lshr(b.add(i, I64(u)), I64(1)), args[2])
-                    v.store(b, goal, line, _paired(b, v, grads))
+                    v.store(b, goal, line, paired(b, v, grads))
                 return []
 
             simd.loop(b, args[3], UNROLL, [], body)

@@ -131,7 +131,7 @@ def sum_tile(kind, call, scratch, pair, key_pair, row, count, tile):  # type: ig
     span, nr = NR * lanes(kind), -(-count // lanes(kind))
     keys, k_step = load_keys(kind, call, key_pair, tile, scratch.keys)
     last = score_tile(
-        kind, call, scratch, pair, 0, row, count, tile, low, high, seen, keys, k_step
+        kind, call, scratch, pair, 0, row, count, tile, low, high, seen, keys, k_step, call.scale
     )
     first = low // MR * MR
     for c in range(nr):
@@ -202,7 +202,7 @@ def count_tile(kind, call, scratch, room, pair, key_pair, row, count, first_bin,
     span, lane, entry = NR * lanes(kind), lanes(kind), pair // call.num_heads
     keys, k_step = load_keys(kind, call, key_pair, tile, scratch.keys)
     last = score_tile(
-        kind, call, scratch, pair, 0, row, count, tile, low, high, seen, keys, k_step
+        kind, call, scratch, pair, 0, row, count, tile, low, high, seen, keys, k_step, call.scale
     )
     first = low // MR * MR
     weights, key = scratch.scores + size(kind) * first * span, tile + first

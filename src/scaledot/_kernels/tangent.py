@@ -165,8 +165,9 @@ def tangent_tile(kind, call, room, pair, sub, row, count, tile, low, high, seen)
     k_wide, v_wide = wide_of(kind, call.d_k), wide_of(kind, call.d_v)
     panel = size(kind) * sub * panel_depth(kind, call.d_k) * span
     last = score_tile(
-        kind, call, room, pair, sub, row, count, tile, low, high, seen, room.keys, k_wide
-    )
+        kind, call, room, pair, sub, row, count, tile, low, high, seen, room.keys, k_wide,
+        call.scale,
+    )  # fmt: skip
     first = low // MR * MR
     begin = size(kind) * first * span
     move_products(

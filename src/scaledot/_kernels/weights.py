@@ -37,7 +37,7 @@ def scores_of_tile(kind, call, scratch, pair, key_pair, row, count, tile):  # ty
     rows, k_step = load_keys(kind, call, key_pair, tile, scratch.keys)
     numbers(kind, scratch.scores, low // MR * MR * span)[:] = -INF
     last = score_tile(
-        kind, call, scratch, pair, 0, row, count, tile, low, high, seen, rows, k_step
+        kind, call, scratch, pair, 0, row, count, tile, low, high, seen, rows, k_step, call.scale
     )
     numbers(kind, scratch.scores + size(kind) * last * span, max(0, keys - last) * span)[:] = -INF
     for first in range(0, count, lane):
