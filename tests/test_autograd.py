@@ -331,8 +331,15 @@ EMPTY = {
 }
 
 
-@pytest.mark.parametrize("library", ["torch", "jax"])
-@pytest.mark.parametrize("name", EMPTY)
+@pytest.mark.parametrize(
+    ("library", "name"),
+    [("torch", name) for name in EMPTY]
+    + [("jax", "some rows"), ("jax", "bias")]
+    + [
+        pytest.param("jax", name, marks=pytest.mark.heavy)
+        for name in EMPTY if name not in ("some rows", "bias")
+    ],
+)  # fmt: skip
 def test_empty_rows_have_gradients_of_zero(name, library, impl):
     """And leave no trace in those of keys and values, whatever comes back to them."""
     if library == "jax" and impl == "blockwise":
@@ -375,7 +382,7 @@ def gradients_of(library, loss, given):
 
 
 @pytest.mark.parametrize("lengths", [(3, 0), (0, 3)], ids=["no keys", "no queries"])
-@pytest.mark.parametrize("library", ["torch", "jax"])
+@pytest.mark.parametrize("library", ["torch", pytest.param("jax", marks=pytest.mark.heavy)])
 def test_gradients_of_nothing(lengths, library, impl):
     """They exist, are 0 and have the shapes of the arguments."""
     if library == "jax" and impl == "blockwise":

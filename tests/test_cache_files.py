@@ -44,6 +44,7 @@ def test_a_cache_comes_back_as_it_was(rng, library, dtype, options, way, tmp_pat
     assert np.abs(got[0]).max() > 0
 
 
+@pytest.mark.heavy  # JAX compiles each of these operations
 def test_a_cache_of_jax(rng, tmp_path):
     """Grown, reordered, cut, pickled and saved: whatever writes."""
     arrays = stream(rng, 16)

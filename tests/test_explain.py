@@ -75,8 +75,17 @@ def test_memory(name, num_threads, impl):
     check_memory(arrays(size=SIZE) | OPTIONS[name], impl)
 
 
-@pytest.mark.parametrize("dtype", ["float64", "float16"])
-@pytest.mark.parametrize("name", ["plain", "causal", "bias", "sinks", "dropout"])
+@pytest.mark.parametrize(("name", "dtype"), [
+    ("plain", "float64"), ("plain", "float16"), ("causal", "float64"), ("bias", "float16"),
+    ("sinks", "float64"), ("dropout", "float16"),
+    *(
+        pytest.param(*pair, marks=pytest.mark.heavy)
+        for pair in (
+            ("causal", "float16"), ("bias", "float64"), ("sinks", "float16"),
+            ("dropout", "float64"),
+        )
+    ),
+])  # fmt: skip
 def test_memory_of_other_dtypes(name, dtype, impl):
     sd.set_num_threads(2)
     check_memory(arrays(dtype, SIZE) | OPTIONS[name], impl)

@@ -1,5 +1,6 @@
 """The tool that plants bugs: its list is true, its answers are right, it touches nothing."""
 
+import ast
 import subprocess
 import sys
 from pathlib import Path
@@ -17,6 +18,7 @@ SURVIVES = Mutant("survives", SOURCE, "2 * x", "3 * x", (SECOND,))
 STALE = Mutant("stale", SOURCE, "4 * x", "3 * x", (FIRST,))
 TWICE = Mutant("twice", SOURCE, "x", "y", (FIRST,))
 BROKEN = Mutant("broken", SOURCE, "2 * x", "2 *", (FIRST,))
+TESTS = sorted({test for mutant in MUTANTS for test in mutant.tests})
 
 
 @pytest.fixture
@@ -59,10 +61,22 @@ def test_the_list_fits_the_code(mutant):
     assert mutant.tests
 
 
+def test_the_tests_of_the_list_have_these_names():
+    named = {}
+    for test in TESTS:
+        path, *scopes = test.partition("[")[0].split("::")
+        if path not in named:
+            named[path] = ast.parse((ROOT / path).read_text(encoding="utf-8")).body
+        body = named[path]
+        for scope in scopes:
+            body = next((node.body for node in body if getattr(node, "name", "") == scope), None)
+            assert body is not None, test
+
+
+@pytest.mark.heavy  # it imports the files that they are in
 def test_the_tests_of_the_list_are_there():
     """To the parameters in brackets; the tool would stop at one that has another name now."""
-    tests = sorted({test for mutant in MUTANTS for test in mutant.tests})
-    command = [sys.executable, "-m", "pytest", *mutants.PYTEST, "--collect-only", *tests]
+    command = [sys.executable, "-m", "pytest", *mutants.PYTEST, "--collect-only", *TESTS]
     found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert found.returncode == 0, found.stdout
 

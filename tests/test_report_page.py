@@ -12,7 +12,7 @@ from scaledot.lessons._sentence import load
 LONG = 2000
 # Half a unit of the last decimal that the page shows, and the rounding of these sums.
 THREE_DECIMALS, FOUR_DECIMALS = 0.51e-3, 0.51e-4
-STEP = 1e-3  # more than half a step of the codes, for every head of the sentence
+LARGEST_CODE = 2**16 - 3  # of 16 bits; two codes are no weights
 AWKWARD = ["</script><b>x</b>", "\"'&", "😀", "שלום", "a\nb", "", " ", "it", "{{data}}"]
 
 
@@ -62,6 +62,16 @@ def logarithms(layer, head):
     query, key = (x[layer, head].astype(np.float64) for x in (data.query, data.key))
     scores = query @ key.T / np.sqrt(query.shape[-1])
     return scores - np.log(np.exp(scores).sum(axis=-1, keepdims=True))
+
+
+def step(layer, head):
+    """From one code of a head's weights to the next, in their logarithms."""
+    return -logarithms(layer, head).min() / LARGEST_CODE
+
+
+def room(layer, head, value, decimals):
+    """How far the weight may be that the page shows: half a step, and half a decimal."""
+    return step(layer, head) / 2 * value + decimals
 
 
 def rescaled(logs, factor):
@@ -169,7 +179,8 @@ def test_the_pointer_reads_the_weight(page):
         query, i, key, j, weight, rank = found.groups()
         assert (query, key) == (data.tokens[row], data.tokens[column])
         assert (int(i), int(j)) == (row, column)
-        assert float(weight) == pytest.approx(weights[row, column], rel=STEP, abs=FOUR_DECIMALS)
+        value = weights[row, column]
+        assert float(weight) == pytest.approx(value, abs=room(4, 5, value, FOUR_DECIMALS))
         assert int(rank) == 1 + (weights[row] > weights[row, column]).sum()
 
 
@@ -222,16 +233,18 @@ def test_a_token_shows_its_row_and_its_column(page):
         found, order = table(page, name), np.argsort(-values)
         assert [token for token, _ in found] == [data.tokens[j] for j in order]
         for (_, weight), value in zip(found, values[order], strict=True):
-            assert float(weight) == pytest.approx(value, rel=STEP, abs=FOUR_DECIMALS)
+            assert float(weight) == pytest.approx(value, abs=room(3, 1, value, FOUR_DECIMALS))
     shades = page.locator(".chip").evaluate_all(
         "all => all.map(chip => Number(getComputedStyle(chip).getPropertyValue('--weight')))"
     )
-    np.testing.assert_allclose(np.square(shades), weights[i], rtol=2 * STEP, atol=1e-3)
+    # Shades are roots, to four decimals: a weight's half step is a quarter there.
+    near = {"rtol": step(3, 1) / 4, "atol": FOUR_DECIMALS}
+    np.testing.assert_allclose(shades, np.sqrt(weights[i]), **near)
     page.get_by_role("button", name="who looks at it").click()
     shades = page.locator(".chip").evaluate_all(
         "all => all.map(chip => Number(getComputedStyle(chip).getPropertyValue('--weight')))"
     )
-    np.testing.assert_allclose(np.square(shades), weights[:, i], rtol=2 * STEP, atol=1e-3)
+    np.testing.assert_allclose(shades, np.sqrt(weights[:, i]), **near)
 
 
 @pytest.mark.heavy
@@ -258,11 +271,14 @@ def test_the_slider_computes_the_softmax_anew(page):
         }
         for name, value in expected.items():
             found = float(page.locator(f"#figure-{name}").inner_text())
-            room = {"rel": factor * STEP, "abs": THREE_DECIMALS}
-            assert found == pytest.approx(value, **room), (name, factor)
+            # Half a step in the power of a weight, half in the sum that divides it; a mean is off
+            # by as large a share of itself or of the sum of the weights, which is 1.
+            near = factor * step(3, 1) * max(1, value) + THREE_DECIMALS
+            assert found == pytest.approx(value, abs=near), (name, factor)
         text = hover(page, 10, 2, (16, 16))
         weight = float(re.search(r"weight (\S+),", text)[1])
-        assert weight == pytest.approx(weights[10, 2], rel=factor * STEP, abs=FOUR_DECIMALS)
+        near = factor * step(3, 1) * weights[10, 2] + FOUR_DECIMALS
+        assert weight == pytest.approx(weights[10, 2], abs=near)
         said = float(slider.get_attribute("aria-valuetext").split()[0])
         assert said == pytest.approx(factor, rel=6e-3)
     page.get_by_role("button", name="Back to ×1").click()

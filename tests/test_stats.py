@@ -127,8 +127,16 @@ def test_named_case(index, xp, impl):
     check(arguments, "case", index, "float32", impl)
 
 
-@pytest.mark.parametrize("dtype", ["float64", "float16", "bfloat16"])
-@pytest.mark.parametrize("index", range(0, len(NAMES), 5), ids=NAMES[::5])
+def in_other_dtypes():
+    """Every fifth case in each; the long one, whose truth takes seconds, by default in one."""
+    for index in range(0, len(NAMES), 5):
+        for dtype in ("float64", "float16", "bfloat16"):
+            is_slow = NAMES[index] == "long" and dtype != "float16"
+            marks = pytest.mark.heavy if is_slow else ()
+            yield pytest.param(index, dtype, id=f"{NAMES[index]}-{dtype}", marks=marks)
+
+
+@pytest.mark.parametrize(("index", "dtype"), list(in_other_dtypes()))
 def test_named_case_in_other_dtypes(index, dtype, impl):
     check(cases.case(NAMES[index]).arguments(dtype), "case", index, dtype, impl)
 

@@ -122,6 +122,7 @@ def torch_on_one_thread():
     torch.set_num_threads(before)
 
 
+@pytest.mark.heavy  # the default tier compares the first steps with PyTorch's
 def test_it_learns_to_reverse_strings():
     torch.manual_seed(0)
     model = Reverser(MultiheadAttention)

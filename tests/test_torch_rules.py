@@ -96,9 +96,14 @@ def function_of(arguments, names):
     return call
 
 
-each_combination = pytest.mark.parametrize(
-    "index", range(len(COMBINATIONS)), ids=lambda i: f"{i}:{cases.label(COMBINATIONS[i])}"
-)
+SIMPLER = 14  # from here on combinations have few options
+
+
+def label(index):
+    return f"{index}:{cases.label(COMBINATIONS[index])}"
+
+
+each_combination = pytest.mark.parametrize("index", range(len(COMBINATIONS)), ids=label)
 
 
 @each_combination
@@ -114,7 +119,14 @@ def test_gradients_and_tangents_are_those_of_finite_differences(index):
     )  # fmt: skip
 
 
-@each_combination
+@pytest.mark.parametrize(
+    "index",
+    [
+        pytest.param(i, marks=() if i < SIMPLER else pytest.mark.heavy)
+        for i in range(len(COMBINATIONS))
+    ],
+    ids=label,
+)
 def test_second_gradients(index):
     """Reverse over reverse and forward over reverse; a score_mod has none."""
     arguments = problem(index)
