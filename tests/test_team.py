@@ -193,7 +193,7 @@ def test_without_the_entry_point(two_threads, monkeypatch):
     monkeypatch.setattr(team, "_parallel", lambda: None)
     monkeypatch.setattr(team, "LEAST_WORK", 0)
     x = torch.ones(3, 4, 100, 16)
-    assert not team.size_for(x, 100)
+    assert not team.crew(x, 100)[1]
     assert torch.equal(sd.attention(*x), x[0])
 
 
@@ -262,10 +262,10 @@ def test_a_child_of_a_fork_has_the_pool():
         torch.set_num_threads(2)
         x = torch.arange(3 * 4 * 1000 * 16).reshape(3, 4, 1000, 16).sin()
         expected = sd.attention(*x).numpy().tobytes()
-        assert team.size_for(x, team.LEAST_WORK) == 2
+        assert team.crew(x, team.LEAST_WORK) == (2, 2)
         child = os.fork()
         if child == 0:
-            alone = not team.size_for(x, team.LEAST_WORK)
+            alone = not team.crew(x, team.LEAST_WORK)[1]
             os._exit(0 if alone and sd.attention(*x).numpy().tobytes() == expected else 1)
         print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
         assert sd.attention(*x).numpy().tobytes() == expected

@@ -30,7 +30,7 @@ def kernel(name: str, file: str, old: str, new: str, *tests: str) -> Mutant:
 
 
 KERNELS = (
-    kernel("team-of-another-size", "team.py", "size == num_threads(query)", "size > 1",
+    kernel("team-of-another-size", "team.py", "size == wanted", "size > 1",
            "team::who_works"),
     kernel("team-in-a-child", "team.py", "    _is_child = True", "    pass",
            "team::a_child_of_a_fork_has_the_pool"),

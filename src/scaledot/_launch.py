@@ -50,9 +50,12 @@ def address(x: Any) -> int:
     """Address of the first element; 0 of nothing."""
     if x is None:
         return 0
+    first: int  # a cast would be one more call
     if type(x) is not np.ndarray and not isinstance(x, np.ndarray):
-        return cast(int, x.data_ptr())
-    return cast(int, x.__array_interface__["data"][0])
+        first = x.data_ptr()
+    else:
+        first = x.__array_interface__["data"][0]
+    return first
 
 
 def in_order(shape: tuple[int, ...], size: int, dtype: int) -> Memory:
@@ -109,7 +112,16 @@ class Prepared(NamedTuple):
 
 def num_workers(query: Array, work: int, tasks: int) -> int:
     """Threads that take part in a call."""
-    return 1 if work < SMALL else max(1, min(team.num_threads(query), tasks))
+    return _crew(query, work, tasks)[0]
+
+
+def _crew(query: Array, work: int, tasks: int) -> tuple[int, int]:
+    """Threads that take part, and the size of PyTorch's team where it does the work, else 0."""
+    if work < SMALL or tasks < 2:
+        return 1, 0
+    wanted, size = team.crew(query, work)
+    workers = max(1, min(wanted, tasks))
+    return workers, size if workers > 1 else 0
 
 
 def launch(
@@ -117,16 +129,17 @@ def launch(
     bias: Any = None, out: Any = None, lse: Any = None,
 ) -> None:  # fmt: skip
     """Run a kernel on these arrays, on as many threads as there is work for."""
-    workers = num_workers(query, call.work, call.tasks)
+    workers, size = _crew(query, call.work, call.tasks)
     lse_at = _PARTS_AT + call.parts[0]
     finished_at = lse_at + call.parts[1]
     scratch_at = finished_at + call.parts[2]
     room: Any = np.empty(scratch_at + workers * call.scratch, dtype=np.uint8)
     base = address(room)
+    arrays = (query, key, value, mask, bias, out, lse)
     _FORMAT.pack_into(
-        room, 0, base, base + _COUNTERS_AT, address(query), address(key), address(value),
-        address(mask), address(bias), address(out), address(lse), base + _PARTS_AT, base + lse_at,
-        base + finished_at, workers, base + scratch_at, base + _COUNTERS_AT + 8, call.record,
+        room, 0, base, base + _COUNTERS_AT, *[0 if x is None else address(x) for x in arrays],
+        base + _PARTS_AT, base + lse_at, base + finished_at, workers, base + scratch_at,
+        base + _COUNTERS_AT + 8, call.record,
     )  # fmt: skip
     _COUNTERS.pack_into(room, _COUNTERS_AT, 0, 0)
     if call.parts[2]:
@@ -135,8 +148,7 @@ def launch(
     def stop() -> None:
         _COUNTERS.pack_into(room, _COUNTERS_AT, NO_LIMIT, 0)  # workers end after their task
 
-    held = (call, room, query, key, value, mask, bias, out, lse)
-    size = team.size_for(query, call.work) if workers > 1 else 0
+    held = (call, room, arrays)
     status = threads.MORE
     if size:
         status = team.run(call.kernel.address, base, workers, size, stop, call.width)

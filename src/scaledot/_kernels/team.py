@@ -22,18 +22,18 @@ from scaledot import _threads
 from scaledot._kernels import jit, threads
 from scaledot._kernels.atomics import add, invoke, load, store
 
-LEAST_WORK, MOST_WORK = 2**20, 2**34
-"""Multiply-adds of the calls for a team: ten microseconds to a fraction of a second.
+LEAST_WORK, MOST_WORK = 2**19, 2**34
+"""Multiply-adds of the calls for a team: some microseconds to a fraction of a second.
 
 A team waits for all its threads, even where another program has a processor to itself for some
 milliseconds; the pool waits for nobody who has not begun. Where a call takes longer, the first
-milliseconds do not matter.
-"""
+milliseconds do not matter."""
 SLICE, PER_SCORE = 2**32, 64
 """Units of work of a thread between two looks at signals, under a tenth of a second, if a score
 counts for so many more than kernels count: its exponential takes time whatever the widths."""
 # Offsets in a request.
 FUNCTION, CALL, WORKERS, NEXT, STATUS, MORE, BUDGET = range(0, 56, 8)
+_Request = ctypes.c_int64 * 7
 
 
 @jit.kernel
@@ -84,23 +84,22 @@ def _torch_of(x: Any) -> Any:
 
 def num_threads(query: Any) -> int:
     """Threads for a call: those that were asked for, else for tensors as many as PyTorch's."""
-    torch = _torch_of(query)
-    if torch is None or _threads.is_set():
-        return _threads.get_num_threads()
-    return int(torch.get_num_threads())
+    return crew(query, 0)[0]
 
 
-def size_for(query: Any, work: int) -> int:
-    """Threads of the team that a call of so many multiply-adds is for; 0 where it is for the pool.
+def crew(query: Any, work: int) -> tuple[int, int]:
+    """Threads for a call of so many multiply-adds, and the size of the team, 0 for the pool.
 
     A team of another size than PyTorch's operators want would be taken apart after each call. A
     child of a fork has no team: its threads have stayed behind.
     """
     torch = _torch_of(query)
-    if torch is None or _is_child or not LEAST_WORK <= work < MOST_WORK:
-        return 0
+    if torch is None:
+        return _threads.get_num_threads(), 0
     size = int(torch.get_num_threads())
-    return size if size == num_threads(query) and _parallel() is not None else 0
+    wanted = _threads.get_num_threads() if _threads.is_set() else size
+    is_for_team = LEAST_WORK <= work < MOST_WORK and size == wanted and not _is_child
+    return wanted, size if is_for_team and _parallel() is not None else 0
 
 
 def run(
@@ -112,14 +111,15 @@ def run(
     `threads.MORE` in a child that a signal handler has forked between two slices.
     """
     budget = SLICE * width // (width + PER_SCORE)
-    request = (ctypes.c_int64 * 7)(function, call, workers, 0, 0, threads.MORE, budget)
+    request = _Request(function, call, workers, 0, 0, 0, budget)
     try:
-        while request[MORE // 8] and not request[STATUS // 8]:
-            if _is_child:
-                return threads.MORE
-            request[NEXT // 8] = request[MORE // 8] = 0
+        while not _is_child:
             _parallel()(take_part.address, ctypes.addressof(request), size, 0)
+            *_, status, more, _ = request
+            if status or not more:
+                return status
+            request[NEXT // 8] = request[MORE // 8] = 0
     except BaseException:
         stop()
         raise
-    return int(request[STATUS // 8])
+    return threads.MORE
