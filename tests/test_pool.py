@@ -344,7 +344,15 @@ def test_interrupts(way):
                 signal.raise_signal(signal.SIGINT)
             threading.Thread(target=work, daemon=True).start()
 
-        for num_threads, kind, stops in ((1, Call, 1), (2, Call, 1), (3, Stubborn, 3)):
+        class Early(Call):  # the second comes before anything is stopped
+            def stop(self):
+                self.stops += 1
+                if self.stops == 1:
+                    raise KeyboardInterrupt
+                self.numbers[COUNTER] = STOPPED
+
+        kinds = ((1, Call, 1), (2, Call, 1), (3, Stubborn, 3), (2, Early, 2))
+        for num_threads, kind, stops in kinds:
             call = kind(num_tasks=STOPPED - 1, pauses=1000)
             interrupt(call)
             with pytest.raises(KeyboardInterrupt):

@@ -27,7 +27,8 @@ LEAST_WORK, MOST_WORK = 2**19, 2**34
 
 A team waits for all its threads, even where another program has a processor to itself for some
 milliseconds; the pool waits for nobody who has not begun. Where a call takes longer, the first
-milliseconds do not matter."""
+milliseconds do not matter.
+"""
 SLICE, PER_SCORE = 2**32, 64
 """Units of work of a thread between two looks at signals, under a tenth of a second, if a score
 counts for so many more than kernels count: its exponential takes time whatever the widths."""

@@ -219,9 +219,9 @@ class _Pool:
     def leave(self, request: Any, stop: Callable[[], None]) -> None:
         """Return when no worker is at work any more, whatever is raised meanwhile."""
         while True:
-            with contextlib.suppress(BaseException):  # one is on its way already
-                stop()
-            with contextlib.suppress(BaseException):
+            with contextlib.suppress(BaseException):  # also one more Ctrl-C, before it has stopped
+                with contextlib.suppress(Exception):
+                    stop()
                 request[WANTED // 8] = request[STATUS // 8] = 0
                 self.share(request)
                 return
