@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 import cases
+import scaledot as sd
 from compare import EPS, assert_close
 from scaledot._spec import Options
 
@@ -187,6 +188,24 @@ def test_a_state_is_compiled():
         return torch.cat([found.out, found.lse[..., None]], -1)
 
     assert_alike(torch.compile(call, fullgraph=True, backend="aot_eager"), call, arrays())
+
+
+@pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
+def test_states_are_merged_in_a_graph(dynamic):
+    """Nothing is read of what they hold: one of them may be empty."""
+
+    def call(query, key, value, counts):
+        first = sd.attention_state(query, key, value, kv_len=counts)
+        rest = sd.attention_state(query, key * 2, value, kv_len=6 - counts)
+        return torch.cat([x if x.ndim > 3 else x[..., None] for x in sd.merge(first, rest)], -1)
+
+    counts = torch.tensor([0, 4])
+    compiled = torch.compile(call, fullgraph=True, dynamic=dynamic, backend="aot_eager")
+    for function in (compiled, call):
+        assert function(*arrays(), counts)[0].isfinite().all()
+    assert_alike(
+        lambda *given: compiled(*given, counts), lambda *given: call(*given, counts), arrays()
+    )
 
 
 def test_one_graph_serves_all_lengths_and_numbers():

@@ -417,6 +417,12 @@ PACKAGE = (
         "functools.reduce(lambda a, b: b, [",
         "gradients_calls::packed_sequences[dense-alibi, scale-numpy]",
     ),
+    in_package("weights-traced-as-array-operations", "_rules.py",
+               "return _torch_rules if _torch_rules.traces(query, options) else None",
+               "return None", "torch_weights::a_mode_sees_the_operators"),
+    in_package("gradients-of-weights-beside-their-arguments", "_torch_ops.py",
+               'place - (place > PLACES["value"])', "place",
+               "torch_weights::a_mode_sees_the_operators"),
     # Packed sequences
     in_package("varlen-dropout-of-the-first", "_packed_gradients.py",
                'records["head_keys"] += 8 * spec.num_heads * number',

@@ -109,20 +109,29 @@ def check_array(name: str, x: object) -> None:
 
 
 def _check_tensor(name: str, tensor: Any) -> None:
-    what = ""
+    what, hint = "", "Call .to_dense() or .dequantize(), or pack sequences for varlen_attention."
     if tensor.is_nested:
         what = "a nested tensor"
     elif tensor.is_quantized:
         what = "a quantized tensor"
     elif tensor.layout is not sys.modules["torch"].strided:
         what = f"layout {tensor.layout}"
-    if what:
-        raise type_error(
-            f"{name} must be a dense tensor of plain numbers", what,
-            "Call .to_dense() or .dequantize(), or pack sequences for varlen_attention.",
+    elif is_distributed(tensor):
+        what = "a DTensor"
+        hint = (
+            "Pass this process's part, .to_local(), or call "
+            "scaledot.torch.scaled_dot_product_attention, which leaves DTensors to PyTorch."
         )
+    if what:
+        raise type_error(f"{name} must be a dense tensor of plain numbers", what, hint)
     if tensor.is_meta:
         raise type_error(f"{name} must hold data", "a meta tensor", "Move it to a device.")
+
+
+def is_distributed(tensor: object) -> bool:
+    """Whether this is a DTensor of PyTorch, of which each process holds a part."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(tensor, module.DTensor)
 
 
 def check_same_place(**arrays: Array) -> None:
@@ -208,10 +217,17 @@ def host(x: Array) -> np.ndarray[Any, Any] | None:
     return np.asarray(x)
 
 
+def truth(flag: Array) -> bool | None:
+    """Value of a boolean scalar; None where a compiler is tracing and there is none yet."""
+    if library(flag) == "torch" and sys.modules["torch"].compiler.is_compiling():
+        return None  # PyTorch's compiler would look for the value, and make a guard of it
+    values = host(flag)
+    return None if values is None else bool(values)
+
+
 def may_hold(flag: Array) -> bool:
     """Whether a boolean scalar is true, or cannot be read because a compiler is tracing."""
-    values = host(flag)
-    return True if values is None else bool(values)
+    return truth(flag) is not False
 
 
 def quiet(xp: Any) -> contextlib.AbstractContextManager[Any]:

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from typing import Any, cast
 
-import numpy as np
-
-from scaledot import _arrays, _checks, _choice, _reference
+from scaledot import _arrays, _choice, _reference
 from scaledot._errors import value_error
-from scaledot._rules import derivative_rules
+from scaledot._rules import derivative_rules, tracing_rules
 from scaledot._spec import Options, resolve
 from scaledot._state import State, merged
 from scaledot._typing import Array, ArrayT, Impl, MaskMod, Offsets, ScoreMod
@@ -326,32 +324,14 @@ def attention_weights(
     >>> sd.attention_weights(x, x, rows=[1], causal=True)
     array([[0.5, 0.5, 0. , 0. ]])
     """
-    _checks.operands(query=query, key=key)
-    empty_value = cast(Any, key)[..., :0]  # weights need no values
-    index = None if rows is None else _row_index(rows, query)
-    problem = resolve(
-        query, key, empty_value,
-        Options(
-            causal, window, mask, bias, segment_ids, kv_len, scale, softcap, alibi_slopes, sinks,
-            score_mod, mask_mod, block_mask, 0.0, None, q_offset, kv_offset, impl,
-        ),
-        rows=index,
-    )
-    result = _choice.weights(problem)
-    return cast(ArrayT, result[0, ...] if problem.spec.matrix else result)
-
-
-def _row_index(rows: Any, query: Any) -> Any:
-    """Row numbers as a NumPy array of non-negative integers."""
-    hint = "Pass indices of queries, for example rows=[0, -1] or numpy.arange(8)."
-    known = _checks.integers("rows", rows, hint)
-    length = query.shape[-2]
-    if np.any((known < -length) | (known >= length)):
-        raise value_error(
-            f"rows must lie between -{length} and {length - 1} for len_q = {length}",
-            f"{known.min()} to {known.max()}", hint,
-        )
-    return np.where(known < 0, known + length, known)
+    options = Options(
+        causal, window, mask, bias, segment_ids, kv_len, scale, softcap, alibi_slopes, sinks,
+        score_mod, mask_mod, block_mask, 0.0, None, q_offset, kv_offset, impl,
+    )  # fmt: skip
+    rules = tracing_rules(query, options)
+    if rules is not None:
+        return cast(ArrayT, rules.weights(query, key, options, rows))
+    return cast(ArrayT, _choice.weights_of(query, key, options, rows))
 
 
 def scaled_dot_product_attention(
@@ -413,7 +393,7 @@ def _as_boolean(mask: Array) -> Array:
         return mask
     xp = _arrays.namespace(mask)
     other = (mask != 0) & (mask != 1)
-    if _arrays.host(other) is not None and _arrays.may_hold(xp.any(other)):
+    if _arrays.truth(xp.any(other)):
         raise value_error(
             "mask must hold only 0 and 1 (1 = may be seen)", _arrays.describe(mask),
             "Numbers to be added to the scores go to attention(..., bias=).",

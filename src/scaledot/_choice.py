@@ -15,9 +15,9 @@ from typing import Any, cast
 
 import numpy as np
 
-from scaledot import _arrays, _blockwise, _reference, _threads
+from scaledot import _arrays, _blockwise, _checks, _reference, _threads
 from scaledot._errors import value_error
-from scaledot._spec import Problem, complete
+from scaledot._spec import Options, Problem, complete, resolve
 from scaledot._state import State
 from scaledot._typing import Array
 
@@ -119,7 +119,10 @@ def name_of(arrays: tuple[Any, ...], window: Any, *options: Any) -> Name | None:
             parts.append(None)
         elif query is not np.ndarray:
             keys = torch._C._dispatch_keys(x).raw_repr()  # type: ignore[union-attr]
-            parts += (x.shape, x.stride(), x.dtype, keys)
+            try:
+                parts += (x.shape, x.stride(), x.dtype, keys)
+            except RuntimeError:  # it has no strides, or not even a shape: sparse, nested
+                return None
         elif type(x) is np.ndarray:
             parts += (x.shape, x.strides, x.dtype)
         else:
@@ -198,6 +201,29 @@ def keep(name: Name | None, problem: Problem, call: Callable[..., Any]) -> None:
 def is_mod_error(error: Exception) -> bool:
     """Whether a user's function raised an error inside a kernel, which does not know which."""
     return isinstance(error, bridge().ModError)
+
+
+def weights_of(query: Array, key: Array, options: Options, rows: Any) -> Array:
+    """Do the work of `scaledot.attention_weights`."""
+    _checks.operands(query=query, key=key)
+    empty_value = key[..., :0]  # weights need no values
+    index = None if rows is None else _row_index(rows, query)
+    problem = resolve(query, key, empty_value, options, rows=index)
+    result = weights(problem)
+    return result[0, ...] if problem.spec.matrix else result
+
+
+def _row_index(rows: Any, query: Array) -> Any:
+    """Row numbers as a NumPy array of non-negative integers."""
+    hint = "Pass indices of queries, for example rows=[0, -1] or numpy.arange(8)."
+    known = _checks.integers("rows", rows, hint)
+    length = query.shape[-2]
+    if np.any((known < -length) | (known >= length)):
+        raise value_error(
+            f"rows must lie between -{length} and {length - 1} for len_q = {length}",
+            f"{known.min()} to {known.max()}", hint,
+        )
+    return np.where(known < 0, known + length, known)
 
 
 def weights(problem: Problem) -> Array:

@@ -27,6 +27,15 @@ def derivative_rules(query: Any, key: Any, value: Any, options: Options) -> Any:
     return None
 
 
+def tracing_rules(query: Any, options: Options) -> Any:
+    """Module of the rules by which a library traces weights as one operator, or None."""
+    if _arrays.library(query) != "torch":
+        return None
+    from scaledot import _torch_rules
+
+    return _torch_rules if _torch_rules.traces(query, options) else None
+
+
 def packed_rules(query: Any, key: Any, value: Any, options: Options) -> Any:
     """Module of the rules by which a library differentiates packed sequences at once, or None."""
     if _arrays.library(query) != "torch":

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.overrides import has_torch_function
 
+from scaledot._arrays import is_distributed
 from scaledot._errors import type_error
 
 
@@ -27,7 +28,11 @@ def is_ours(**arguments: Tensor | None) -> bool:
                 f"{name} must be a torch.Tensor", type(x).__name__,
                 "Arrays of other libraries go to scaledot.attention.",
             )
-    if any(x.device.type != "cpu" or x.is_nested or x.layout != torch.strided for x in tensors):
+    if any(
+        x.device.type != "cpu" or x.is_nested or x.layout != torch.strided
+        or (type(x) is not Tensor and is_distributed(x))
+        for x in tensors
+    ):  # fmt: skip
         return False
     # An active mode (a default device is one) is no class with rules of its own.
     return not (has_torch_function(tuple(tensors)) and any(map(_has_rules, tensors)))

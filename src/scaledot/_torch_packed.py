@@ -17,7 +17,7 @@ from scaledot._derivatives import Grads
 from scaledot._passes import Packed, packed_problem
 from scaledot._spec import Options
 from scaledot._state import State
-from scaledot._torch_ops import alone
+from scaledot._torch_ops import alone, is_dispatched, is_transformed
 
 _NAMES = ("query", "key", "value", "sinks", "alibi_slopes")
 Loop = Callable[[Packed, Tensor, Tensor, Tensor], Tensor]
@@ -31,7 +31,7 @@ def applies(query: Tensor, key: Any, value: Any, options: Options) -> bool:
 
 
 def _is_watched() -> bool:
-    return _torch_rules.is_dispatched() or _torch_rules.is_transformed()
+    return is_dispatched() or is_transformed()
 
 
 def attention(

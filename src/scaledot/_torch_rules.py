@@ -23,7 +23,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import forward_ad
 
-from scaledot import _passes, _torch_ops
+from scaledot import _choice, _passes, _torch_ops
 from scaledot._derivatives import Grads
 from scaledot._errors import value_error
 from scaledot._spec import Options, batch_seeds
@@ -31,10 +31,8 @@ from scaledot._state import State
 from scaledot._torch_closures import enclosed
 from scaledot._torch_ops import NAMES, PLACES, Given, alone, no_third, or_zeros, split
 
-_jit: Any = torch.jit
 _forward_ad: Any = forward_ad
 _PLAIN = (Tensor, torch.nn.Parameter)
-_OLD_VMAP: Any = torch._C._parse_dispatch_key("VmapMode")
 _COUNT = len(NAMES)
 _TANGENTS = tuple(f"tangent_{name}" for name in PLACES)
 _RESULTS, _GRADS = ("out", "lse"), ("grad_out", "grad_lse")
@@ -60,7 +58,7 @@ def applies(query: Tensor, key: Any, value: Any, options: Options) -> bool:
     if options.score_mod is not None and not isinstance(options.score_mod, tuple):
         return False
     tensors = [x for x in (query, key, value, *split(options)[0]) if isinstance(x, Tensor)]
-    if any(isinstance(x, FakeTensor) for x in tensors) or is_dispatched():
+    if any(isinstance(x, FakeTensor) for x in tensors) or _torch_ops.is_dispatched():
         return mods == (None, None)
     if any(type(x) not in _PLAIN for x in tensors) or not any(map(_is_tracked, tensors)):
         return False
@@ -70,16 +68,9 @@ def applies(query: Tensor, key: Any, value: Any, options: Options) -> bool:
     return read is not None and not any(map(_is_tracked, read))
 
 
-def is_dispatched() -> bool:
-    """Whether someone looks at every operator: a mode, a tracer, vmap of `torch.autograd`.
-
-    That vmap, not the one of torch.func, is behind ``is_grads_batched``. It knows no Functions and
-    runs operators once for each element.
-    """
-    return (
-        torch._C._len_torch_dispatch_stack() > 0 or bool(_jit.is_tracing())
-        or torch._C._dispatch_tls_is_dispatch_key_included(_OLD_VMAP)
-    )  # fmt: skip
+def traces(query: Tensor, options: Options) -> bool:
+    """Whether PyTorch traces a call for weights that `weights` can do: one without mods."""
+    return options.score_mod is None and options.mask_mod is None and _through_operator([query])
 
 
 def _is_tracked(x: Tensor) -> bool:
@@ -112,27 +103,47 @@ def attention(
         ``out`` in query's dtype, or wide, and ``lse``, sinks included.
     """
     if torch.compiler.is_compiling():
-        if not is_transformed():
+        if not _torch_ops.is_transformed():
             given = _torch_ops.arguments(query, options, slices)
             return State(*torch.ops.scaledot.attention.default(query, key, value, *given, wide))
-        if torch.compiler.is_dynamo_compiling():
-            torch._dynamo.graph_break(msg="torch.func and forward mode need Functions of scaledot")
+        _leave_graph()
     tensors, rest = split(options)
     call = _Call(rest, slices, wide)
     return State(*apply_alone(_Attention, call, query, key, value, *tensors))
 
 
+def weights(query: Tensor, key: Tensor, options: Options, rows: Any) -> Tensor:
+    """`scaledot.attention_weights` as one operator; under transforms as array operations.
+
+    These are outside of compiled graphs, and have all derivatives.
+    """
+    if _torch_ops.is_transformed():
+        _leave_graph()
+        return cast(Tensor, _alone(_choice.weights_of, query, key, options, rows))
+    given = _torch_ops.weights_arguments(query, options, rows)
+    return cast(Tensor, torch.ops.scaledot.attention_weights.default(query, key, *given))
+
+
+def _leave_graph() -> None:
+    """End the graph that is being compiled, if one is."""
+    if torch.compiler.is_dynamo_compiling():
+        torch._dynamo.graph_break(msg="torch.func and forward mode need Functions of scaledot")
+
+
 def apply_alone(function: Any, *given: Any) -> Any:
     """Apply a Function outside of compilers; they do not look at it."""
-    run = _undisturbed() if "torch._dynamo" in sys.modules else _apply
-    return run(function, *given)
+    return _alone(_apply, function, *given)
+
+
+def _alone(run: Any, *given: Any) -> Any:
+    return (_undisturbed(run) if "torch._dynamo" in sys.modules else run)(*given)
 
 
 @functools.cache
-def _undisturbed() -> Any:
-    """Return `_apply` for where a graph was left: its frames are not looked at for another one."""
+def _undisturbed(run: Any) -> Any:
+    """Return ``run`` for where a graph was left: its frames are not looked at for another one."""
     dynamo: Any = torch._dynamo
-    return dynamo.disable(_apply)
+    return dynamo.disable(run)
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,18 +173,14 @@ def _operator(call: _Call, tensors: Sequence[Given], name: str, *more: Any) -> A
 
 def _through_operator(tensors: Sequence[Given]) -> bool:
     return (
-        torch.compiler.is_compiling() or is_dispatched() or isinstance(tensors[0], FakeTensor)
-    )
-
-
-def is_transformed() -> bool:
-    """Whether a transform of torch.func or forward mode is on, which operators know nothing of."""
-    return torch._C._are_functorch_transforms_active() or _forward_ad._current_level >= 0
+        torch.compiler.is_compiling() or _torch_ops.is_dispatched()
+        or isinstance(tensors[0], FakeTensor)
+    )  # fmt: skip
 
 
 def _is_last() -> bool:
     """Whether nothing differentiates or transforms what is computed now."""
-    return not torch.is_grad_enabled() and not is_transformed()
+    return not torch.is_grad_enabled() and not _torch_ops.is_transformed()
 
 
 class _Attention(torch.autograd.Function):
