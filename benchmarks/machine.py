@@ -12,11 +12,13 @@ PACKAGES = ("scaledot", "numpy", "numba", "torch", "jax")
 
 def describe() -> list[str]:
     """Lines that name the processor, the cores in use, the system and the versions."""
-    model = "unknown processor"
-    for line in Path("/proc/cpuinfo").read_text().splitlines():
-        if line.startswith("model name"):
-            model = line.split(":", 1)[1].strip()
-            break
+    known = {}
+    for line in Path("/proc/cpuinfo").read_text().split("\n\n")[0].splitlines():
+        name, _, value = line.partition(":")
+        known[name.strip()] = value.strip()
+    model = known.get("model name", "unknown processor")
+    if "cpu family" in known:  # virtual machines hide the rest of the name
+        model += f" (family {known['cpu family']}, model {known.get('model', 'unknown')})"
     cores = len(os.sched_getaffinity(0))
     versions = []
     for package in PACKAGES:

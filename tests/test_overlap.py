@@ -57,6 +57,18 @@ def test_large_values():
     check(given | {"value": bfloat16(given["value"].astype("f4") * 1e33)})
 
 
+def test_rounded_weights_cancel():
+    """A weight of 686.3 is 688 in bfloat16: what one key has almost alone is divided by that."""
+    given = arrays("bfloat16", BLOCK, 4 * TILE, d_k=64, d_v=32)
+    query, key = np.zeros_like(given["query"]), np.zeros_like(given["key"])
+    query[..., 0], key[..., 0] = 8, -30
+    key[..., 5, 0], key[..., 300, 0] = 0, 6.53125
+    given = given | {"query": query, "key": key}
+    out = sd.attention_state(**given, q_offset=0, impl="kernels").out
+    truth = sd.attention(**{name: x.astype("f8") for name, x in given.items()}, impl="dense")
+    assert abs(out - truth).max() < 2.0**-13 * abs(truth).max()
+
+
 def test_rows_that_begin_late():
     """Nothing is seen of the first tiles, by some rows of a block or by all."""
     mask = np.ones((100, 4 * TILE), dtype=bool)

@@ -342,13 +342,15 @@ def finish(kind, call, scratch, pair, sub, row, count, odd):  # type: ignore[no-
     total = numbers(kind, address, span)
     top = numbers(kind, scratch.row_max + size(kind) * sub * span, span)
     acc = scratch.acc + size(kind) * sub * width * span
-    unit = call.scale if is_plain(kind, call) else 1.0  # of the maxima
+    unit, mass = 1.0, total  # of the maxima; what results are divided by
+    if is_plain(kind, call):
+        unit, mass = call.scale, numbers(kind, scratch.row_mass + size(kind) * sub * span, span)
     for i in range(count):
         place = call.lse + size(kind) * (pair * call.len_q + row + i)
         if call.lse:
             lse = top[i] * unit + math.log(total[i]) if total[i] != 0 else -INF
             numbers(kind, place, 1)[0] = lse
-        total[i] = 1 / total[i] if total[i] != 0 else 0
+        total[i] = 1 / mass[i] if mass[i] != 0 else 0
     out = call.out + load_int64(call.out_places + 8 * pair) + row * call.out_row
     plain = call.out_dtype == (FLOAT64 if size(kind) == 8 else FLOAT32) and not odd
     plain = plain and call.d_v == width and call.out_row % size(kind) == 0
@@ -394,6 +396,8 @@ def start_block(kind, call, scratch, pair, first_row, rows):  # type: ignore[no-
     start_queries(kind, call, scratch, pair, first_row, rows)
     numbers(kind, scratch.row_max, blocks * span)[:] = -INF
     numbers(kind, scratch.row_sum, blocks * span)[:] = 0
+    if is_plain(kind, call):
+        numbers(kind, scratch.row_mass, blocks * span)[:] = 0
     numbers(kind, scratch.acc, blocks * width * span)[:] = 0
 
 

@@ -33,6 +33,7 @@ class Scratch(NamedTuple):
     rows: int  # (lanes, widest row), and two rows of values for Pairs
     seen: int  # bytes (BLOCK_KV + lanes, span)
     row_keys: int  # uint32 (2, span): of the dropout hash
+    row_mass: int  # (SUBS, span): sums of the weights as they are multiplied, where those differ
 
 
 def scratch_sizes(
@@ -49,7 +50,7 @@ def scratch_sizes(
         number * BLOCK_KV * width, BLOCK_KV, number * (BLOCK_KV + lane) * span,
         4 * BLOCK_KV // 2 * span,
         number * span, number * span, number * lane * wide,
-        (BLOCK_KV + lane) * span, 8 * span,
+        (BLOCK_KV + lane) * span, 8 * span, number * subs * span,
     )  # fmt: skip
 
 
@@ -84,9 +85,10 @@ def place(kind, call, worker):  # type: ignore[no-untyped-def]
     factor = top + up(sizes[10])
     rows = factor + up(sizes[11])
     seen = rows + up(sizes[12])
+    row_keys = seen + up(sizes[13])
     return Scratch(
         panels, acc, row_max, row_sum, odd_acc, keys, values, odd, scores, pairs, top, factor,
-        rows, seen, seen + up(sizes[13]),
+        rows, seen, row_keys, row_keys + up(sizes[14]),
     )  # fmt: skip
 
 

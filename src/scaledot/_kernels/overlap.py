@@ -45,10 +45,16 @@ STEPS = MR * NR
 LIMIT = 1024.0
 """What the weights of a tile may sum to before the maximum of a row is raised.
 
-The maximum is that of the first tile in which a query sees a key: any number near it would do.
+The maximum is that of the first tile in which a query sees a key: any number near it would do. The
+largest weight is not 1 then, which bfloat16 holds, but rounded: results are divided by the sum of
+the rounded weights, in which that cancels; lse is told by the sum of the exact ones.
 """
 INT = types.intp
 LINE = 64  # bytes of a vector
+MASS = 2 * LINE * NR
+"""Bytes from the sums of weights of a tile to those of rounded weights."""
+ONES = 0x3F803F80
+"""A pair of bfloat16."""
 
 
 @inlined
@@ -64,77 +70,86 @@ def _weights(b: Any, v: Any, s: Any, row_max: Any, twos: Any) -> Any:
 
 
 @intrinsic
-def start_rows(context: Any, kind: Any, top: Any, row_max: Any, total: Any) -> Any:
-    """``row_max = top`` where nothing has been seen; ``total = 0``."""
+def start_rows(context: Any, kind: Any, top: Any, row_max: Any) -> Any:
+    """``row_max = top`` where nothing has been seen."""
     v = vectors(kind)
 
     def emit(cx: Any, b: Any, sig: Any, args: Any) -> Any:
-        p_top, p_max, p_total = (simd.pointer(b, x, v.scalar) for x in args[1:])
+        p_top, p_max = (simd.pointer(b, x, v.scalar) for x in args[1:])
         first, nothing = I64(0), v.const(float("-inf"))
         old = v.load(b, p_max, first)
         new = b.select(b.fcmp_ordered("==", old, nothing), v.load(b, p_top, first), old)
         v.store(b, p_max, first, new)
-        v.store(b, p_total, first, v.const(0.0))
         return cx.get_dummy_value()
 
-    return types.void(kind, INT, INT, INT), emit
+    return types.void(kind, INT, INT), emit
 
 
 @intrinsic
-def raise_rows(context: Any, kind: Any, top: Any, row_max: Any, row_sum: Any, factor: Any,
-               total: Any, twos: Any) -> Any:  # fmt: skip
+def raise_rows(context: Any, kind: Any, top: Any, row_max: Any, row_sum: Any, row_mass: Any,
+               factor: Any, total: Any, twos: Any) -> Any:  # fmt: skip
     """Raise the maxima of rows whose ``total`` is beyond `LIMIT`; rescale what was summed."""
     v = vectors(kind)
 
     def emit(cx: Any, b: Any, sig: Any, args: Any) -> Any:
-        p_top, p_max, p_sum, p_factor, p_total = (
-            simd.pointer(b, x, v.scalar) for x in args[1:6]
+        p_top, p_max, p_sum, p_mass, p_factor, p_total = (
+            simd.pointer(b, x, v.scalar) for x in args[1:7]
         )
         first = I64(0)
         old, total = v.load(b, p_max, first), v.load(b, p_total, first)
         here = v.maximum(b, v.load(b, p_top, first), old)
         new = b.select(b.fcmp_unordered(">", total, v.const(LIMIT)), here, old)
-        a = v.exp2(b, b.fmul(b.fsub(old, new), v.splat(b, args[6])))
+        a = v.exp2(b, b.fmul(b.fsub(old, new), v.splat(b, args[7])))
         # Where nothing has been seen, -inf - -inf would be nan.
         a = b.select(b.fcmp_ordered("==", old, new), v.const(1.0), a)
         v.store(b, p_max, first, new)
-        v.store(b, p_sum, first, b.fmul(v.load(b, p_sum, first), a))
+        for p in (p_sum, p_mass):
+            v.store(b, p, first, b.fmul(v.load(b, p, first), a))
         v.store(b, p_factor, first, a)
-        v.store(b, p_total, first, v.const(0.0))
         return cx.get_dummy_value()
 
-    return types.void(kind, *(INT,) * 5, v.number), emit
+    return types.void(kind, *(INT,) * 6, v.number), emit
+
+
+def _mass(b: Any, v: Any, before: Any, pairs: Any) -> Any:
+    """Add pairs of bfloat16 to a sum."""
+    halves = ir.VectorType(simd.BF16, 2 * v.lanes)
+    ones = b.bitcast(v.iconst(ONES), halves)
+    name = f"llvm.x86.avx512bf16.dpbf16ps.{32 * v.lanes}"
+    return simd.call(b, name, v.vector, before, b.bitcast(pairs, halves), ones)
 
 
 @intrinsic
 def weigh_products(context: Any, kind: Any, column: Any, stride: Any, count: Any, row_max: Any,
-                   total: Any, pairs: Any, twos: Any) -> Any:  # fmt: skip
-    """Write the weights of ``count`` keys to the column ``pairs``; add them to ``total``.
+                   total: Any, mass: Any, pairs: Any, twos: Any) -> Any:  # fmt: skip
+    """Write the weights of ``count`` keys to the column ``pairs``, and add them up.
 
-    ``count`` is even. The bits are those of `products_and_weights`.
+    ``total`` gets their sum, ``mass`` that of what they are rounded to. ``count`` is even. The bits
+    are those of `products_and_weights`.
     """
     v = vectors(kind)
 
     def emit(cx: Any, b: Any, sig: Any, args: Any) -> Any:
         if not is_pairs(kind):
             return cx.get_dummy_value()
-        p, p_max, p_total = (simd.pointer(b, args[i], v.scalar) for i in (1, 4, 5))
-        goal, twos = simd.pointer(b, args[6], I32), v.splat(b, args[7])
+        p, p_max, p_total, p_mass = (simd.pointer(b, args[i], v.scalar) for i in (1, 4, 5, 6))
+        goal, twos = simd.pointer(b, args[7], I32), v.splat(b, args[8])
         m = v.load(b, p_max, I64(0))
         m = b.select(b.fcmp_ordered("==", m, v.const(float("-inf"))), v.const(0.0), m)
 
         def body(i: Any, sums: list[Any]) -> list[Any]:
             places = [b.mul(b.add(i, I64(u)), args[2]) for u in range(2)]
             both = [_weights(b, v, v.load(b, p, place), m, twos) for place in places]
-            line = b.mul(b.lshr(i, I64(1)), args[2])
-            v.store(b, goal, line, paired(b, v, rounded(b, v, *both)))
-            return [b.fadd(sums[0], b.fadd(*both))]
+            pairs = paired(b, v, rounded(b, v, *both))
+            v.store(b, goal, b.mul(b.lshr(i, I64(1)), args[2]), pairs)
+            return [b.fadd(sums[0], b.fadd(*both)), _mass(b, v, sums[1], pairs)]
 
-        sums = simd.loop(b, args[3], 2, [v.load(b, p_total, I64(0))], body)
-        v.store(b, p_total, I64(0), sums[0])
+        before = [v.load(b, x, I64(0)) for x in (p_total, p_mass)]
+        for x, new in zip((p_total, p_mass), simd.loop(b, args[3], 2, before, body), strict=True):
+            v.store(b, x, I64(0), new)
         return cx.get_dummy_value()
 
-    return types.void(kind, *(INT,) * 6, v.number), emit
+    return types.void(kind, *(INT,) * 7, v.number), emit
 
 
 def _any(b: Any, flags: list[Any]) -> Any:
@@ -159,11 +174,14 @@ def have_begun(context: Any, kind: Any, row_max: Any) -> Any:
 
 def _take(count: int) -> Any:
     @intrinsic
-    def take(context: Any, kind: Any, total: Any, row_sum: Any, factor: Any) -> Any:
+    def take(context: Any, kind: Any, total: Any, mass: Any, row_sum: Any, row_mass: Any,
+             factor: Any) -> Any:  # fmt: skip
         v = vectors(kind)
 
         def emit(cx: Any, b: Any, sig: Any, args: Any) -> Any:
-            p_total, p_sum, p_factor = (simd.pointer(b, x, v.scalar) for x in args[1:])
+            p_total, p_mass, p_sum, of_mass, p_factor = (
+                simd.pointer(b, x, v.scalar) for x in args[1:]
+            )
             places = [I64(v.lanes * n) for n in range(count)]
             sums = [v.load(b, p_total, place) for place in places]
             # Unordered: nan may be what is infinite here.
@@ -171,21 +189,23 @@ def _take(count: int) -> Any:
             with b.if_then(fit):
                 for place, x in zip(places, sums, strict=True):
                     v.store(b, p_sum, place, b.fadd(v.load(b, p_sum, place), x))
+                    more = v.load(b, p_mass, place)
+                    v.store(b, of_mass, place, b.fadd(v.load(b, of_mass, place), more))
                     v.store(b, p_factor, place, v.const(1.0))
             return fit
 
-        return types.boolean(kind, INT, INT, INT), emit
+        return types.boolean(kind, *(INT,) * 5), emit
 
     return take
 
 
 take_column, take_block = _take(1), _take(NR)
-"""Add the totals of a tile to ``row_sum`` unless one is beyond `LIMIT`; return whether."""
+"""Add the sums of a tile to those of the rows unless one is beyond `LIMIT`; return whether."""
 
 
 @intrinsic
 def add_total(context: Any, kind: Any, total: Any, row_sum: Any) -> Any:
-    """Add the totals of a tile to ``row_sum``, whatever they are."""
+    """Add a sum of a tile to that of the rows, whatever it is."""
     v = vectors(kind)
 
     def emit(cx: Any, b: Any, sig: Any, args: Any) -> Any:
@@ -201,7 +221,8 @@ def add_total(context: Any, kind: Any, total: Any, row_sum: Any) -> Any:
 # belong to the weight that is being computed, 30 and 31 hold those of two keys. Names in braces are
 # registers of addresses and counts: the rows {a0}, {a3} and {a6} of A, {lda} bytes apart, {b}, the
 # products {s} of MR keys before, their weights {pairs}, the maxima {max} of the rows, the sums
-# {total} of weights and behind them what differences are multiplied by, the constants {t}.
+# {total} of weights, behind them what differences are multiplied by and sums of rounded weights,
+# the constants {t}.
 
 
 def _step(beside: list[str]) -> list[str]:
@@ -242,7 +263,10 @@ def _weight(n: int, key: int) -> list[str]:
             f"vaddps {at}({{total}}), %zmm29, %zmm29",
             "vpermw %zmm30, %zmm28, %zmm30",
             f"vmovups %zmm29, {at}({{total}})",
+            f"vmovups {at + MASS}({{total}}), %zmm28",
+            f"vdpbf16ps {4 * len(EXP2_SHORT)}({{t}}){{{{1to16}}}}, %zmm30, %zmm28",
             f"vmovups %zmm30, {at}({{pairs}})",
+            f"vmovups %zmm28, {at + MASS}({{total}})",
         ]
     return lines
 
@@ -264,9 +288,10 @@ def _program() -> list[str]:
 
 
 def _constants() -> Any:
-    """Words: the polynomial, then the order in which the halves of two vectors are paired."""
+    """Words: the polynomial, ones; then the order in which halves of two vectors are paired."""
     words, n = np.zeros(2 * LINE // 4, dtype=np.uint32), LINE // 4
     words[: len(EXP2_SHORT)] = np.array(EXP2_SHORT, dtype=np.float32).view(np.uint32)
+    words[len(EXP2_SHORT)] = ONES
     words[n:] = np.arange(2 * n, dtype=np.uint16).reshape(2, n).T.ravel().view(np.uint32)
     return words
 
@@ -289,7 +314,7 @@ def products_and_weights(context: Any, kind: Any, a: Any, lda: Any, b: Any, dept
 
     Row r of A is ``a[r * lda]``, ``depth`` (more than STEPS) pairs long; a line of B has NR
     vectors. Weights ``2**((score - row_max) · twos)`` go to ``pairs``, their sums are added to
-    ``total``, behind which ``twos`` lies.
+    ``total``, behind which ``twos`` lies, and those of rounded weights (`sums_of_tile`).
     """
 
     def emit(cx: Any, bd: Any, sig: Any, args: Any) -> Any:
@@ -317,24 +342,38 @@ def products_and_weights(context: Any, kind: Any, a: Any, lda: Any, b: Any, dept
     return types.void(kind, *(INT,) * 8), emit
 
 
+@inlined
+def sums_of_tile(kind, scratch):  # type: ignore[no-untyped-def]
+    """Room for sums of weights, for a number behind them, and for sums of rounded weights."""
+    return scratch.rows, scratch.rows + MASS
+
+
 @separate
 def weigh_scores(kind, call, scratch, sub, nr, first, last):  # type: ignore[no-untyped-def]
     """Weights of keys first..last whose products, with -inf where nothing is seen, are there."""
     span, twos = NR * lanes(kind), number(kind, call.scale * LOG2E)
     start, goal = size(kind) * first * span, size(kind) * first // 2 * span
+    totals, masses = sums_of_tile(kind, scratch)
     for c in range(nr):
         column = size(kind) * c * lanes(kind)
         place = size(kind) * sub * span + column
-        row_max, row_sum = scratch.row_max + place, scratch.row_sum + place
-        top, factor, total = (scratch.top + column, scratch.factor + column,
-                              scratch.rows + column)  # fmt: skip
+        row_max, row_sum, row_mass = (scratch.row_max + place, scratch.row_sum + place,
+                                      scratch.row_mass + place)  # fmt: skip
+        top, factor, total, mass = (scratch.top + column, scratch.factor + column,
+                                    totals + column, masses + column)  # fmt: skip
         scores, pairs = scratch.scores + start + column, scratch.pairs + goal + column
-        start_rows(kind, top, row_max, total)
-        weigh_products(kind, scores, span, last - first, row_max, total, pairs, twos)
-        if not take_column(kind, total, row_sum, factor):
-            raise_rows(kind, top, row_max, row_sum, factor, total, twos)
-            weigh_products(kind, scores, span, last - first, row_max, total, pairs, twos)
-            add_total(kind, total, row_sum)
+        start_rows(kind, top, row_max)
+        for attempt in range(2):
+            numbers(kind, total, lanes(kind))[:] = 0
+            numbers(kind, mass, lanes(kind))[:] = 0
+            weigh_products(kind, scores, span, last - first, row_max, total, mass, pairs, twos)
+            if attempt == 1:
+                add_total(kind, total, row_sum)
+                add_total(kind, mass, row_mass)
+            elif take_column(kind, total, mass, row_sum, row_mass, factor):
+                break
+            else:
+                raise_rows(kind, top, row_max, row_sum, row_mass, factor, total, twos)
 
 
 @separate
@@ -347,9 +386,11 @@ def weigh_tile(kind, call, scratch, sub, keys, k_step):  # type: ignore[no-untyp
     wide = -(-depth // lanes(kind)) * lanes(kind)
     panel = scratch.panels + size(kind) * sub * wide * span
     place, cut = size(kind) * sub * span, min(depth, DEPTH // 2)
-    row_max, totals, none = scratch.row_max + place, scratch.rows, number(kind, 1.0)
+    row_max, none = scratch.row_max + place, number(kind, 1.0)
     twos = number(kind, call.scale * LOG2E)
+    totals, masses = sums_of_tile(kind, scratch)
     numbers(kind, totals, span)[:] = 0
+    numbers(kind, masses, span)[:] = 0
     numbers(kind, totals + size(kind) * span, 1)[0] = twos
     for j in range(0, BLOCK_KV, MR):
         a = keys + size(kind) * j * k_step
@@ -370,6 +411,8 @@ def weigh_tile(kind, call, scratch, sub, keys, k_step):  # type: ignore[no-untyp
         column = size(kind) * c * lanes(kind)
         weigh_products(
             kind, scratch.scores + column, span, MR, row_max + column, totals + column,
-            goal + column, twos,
+            masses + column, goal + column, twos,
         )  # fmt: skip
-    return take_block(kind, totals, scratch.row_sum + place, scratch.factor)
+    return take_block(
+        kind, totals, masses, scratch.row_sum + place, scratch.row_mass + place, scratch.factor
+    )
