@@ -8,13 +8,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from llvmlite import ir
 from numba.core import types
 
 from scaledot._kernels import simd
 from scaledot._kernels.jit import intrinsic
 from scaledot._kernels.kinds import is_pairs, vectors
-from scaledot._kernels.simd import I32, I64, Vectors
+from scaledot._kernels.simd import I32, I64, Vectors, add_pairs
 from scaledot._kernels.target import HOST
 
 STRIDES = (types.intp,) * 9
@@ -33,12 +32,7 @@ def _sums(
     rows = [b.gep(a, [b.mul(lda, I64(r))]) for r in range(mr)]
 
     def add(x: Any, y: Any, total: Any) -> Any:
-        if not pairs:
-            return v.fma(b, x, y, total)
-        bits = 32 * v.lanes
-        halves = ir.VectorType(simd.BF16, 2 * v.lanes)
-        x, y = b.bitcast(x, halves), b.bitcast(y, halves)
-        return simd.call(b, f"llvm.x86.avx512bf16.dpbf16ps.{bits}", v.vector, total, x, y)
+        return add_pairs(b, v, x, y, total) if pairs else v.fma(b, x, y, total)
 
     def body(i: Any, sums: list[Any]) -> list[Any]:
         line, place = b.gep(bb, [b.mul(i, ldb)]), b.mul(i, step)

@@ -33,7 +33,7 @@ from scaledot._kernels.kinds import (
     vectors,
 )
 from scaledot._kernels.layout import depth_of
-from scaledot._kernels.simd import EXP2_SHORT, I32, I64, LOG2E, paired, rounded
+from scaledot._kernels.simd import EXP2_SHORT, I32, I64, LOG2E, add_pairs, paired, rounded
 from scaledot._kernels.target import HOST
 from scaledot._kernels.tile import DEPTH, adjusts, more_3, start_3
 
@@ -111,14 +111,6 @@ def raise_rows(context: Any, kind: Any, top: Any, row_max: Any, row_sum: Any, ro
     return types.void(kind, *(INT,) * 6, v.number), emit
 
 
-def _mass(b: Any, v: Any, before: Any, pairs: Any) -> Any:
-    """Add pairs of bfloat16 to a sum."""
-    halves = ir.VectorType(simd.BF16, 2 * v.lanes)
-    ones = b.bitcast(v.iconst(ONES), halves)
-    name = f"llvm.x86.avx512bf16.dpbf16ps.{32 * v.lanes}"
-    return simd.call(b, name, v.vector, before, b.bitcast(pairs, halves), ones)
-
-
 @intrinsic
 def weigh_products(context: Any, kind: Any, column: Any, stride: Any, count: Any, row_max: Any,
                    total: Any, mass: Any, pairs: Any, twos: Any) -> Any:  # fmt: skip
@@ -142,7 +134,7 @@ def weigh_products(context: Any, kind: Any, column: Any, stride: Any, count: Any
             both = [_weights(b, v, v.load(b, p, place), m, twos) for place in places]
             pairs = paired(b, v, rounded(b, v, *both))
             v.store(b, goal, b.mul(b.lshr(i, I64(1)), args[2]), pairs)
-            return [b.fadd(sums[0], b.fadd(*both)), _mass(b, v, sums[1], pairs)]
+            return [b.fadd(sums[0], b.fadd(*both)), add_pairs(b, v, pairs, v.iconst(ONES), sums[1])]
 
         before = [v.load(b, x, I64(0)) for x in (p_total, p_mass)]
         for x, new in zip((p_total, p_mass), simd.loop(b, args[3], 2, before, body), strict=True):

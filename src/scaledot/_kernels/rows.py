@@ -16,7 +16,7 @@ from scaledot._kernels import simd
 from scaledot._kernels.codes import as_pairs, load_codes
 from scaledot._kernels.jit import intrinsic
 from scaledot._kernels.kinds import is_code_pairs, is_codes, is_pairs, vectors, widen
-from scaledot._kernels.simd import I8, I16, I32, I64, LOG2E, Vectors, rounded
+from scaledot._kernels.simd import I8, I16, I32, I64, LOG2E, Vectors, add_pairs, rounded
 from scaledot._kernels.target import HOST
 
 INT = types.intp
@@ -159,7 +159,7 @@ def _key_vectors(b: Any, kind: Any, lines: list[Any], i: Any) -> list[Any]:
 def _added(b: Any, kind: Any, x: Any, y: Any, total: Any) -> Any:
     """Total and the products of two vectors, of numbers or of pairs."""
     v = vectors(kind)
-    return _add_pairs(b, v, x, y, total) if is_pairs(kind) else v.fma(b, x, y, total)
+    return add_pairs(b, v, x, y, total) if is_pairs(kind) else v.fma(b, x, y, total)
 
 
 def _repeated(b: Any, v: Vectors, address: Any, count: int) -> Any:
@@ -230,12 +230,6 @@ def make_mix(queries: int, columns: int) -> Any:
         return types.void(kind, *(INT,) * 9), emit
 
     return mix
-
-
-def _add_pairs(b: Any, v: Vectors, x: Any, y: Any, total: Any) -> Any:
-    halves = ir.VectorType(simd.BF16, 2 * v.lanes)
-    name = f"llvm.x86.avx512bf16.dpbf16ps.{32 * v.lanes}"
-    return simd.call(b, name, v.vector, total, b.bitcast(x, halves), b.bitcast(y, halves))
 
 
 def _coded_rows(b: Any, v: Vectors, lines: list[Any], i: Any) -> list[Any]:

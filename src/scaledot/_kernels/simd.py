@@ -240,6 +240,13 @@ class Vectors:
         return b.select(low, self.const(0.0), result)
 
 
+def add_pairs(b: Any, v: Vectors, x: Any, y: Any, total: Any) -> Any:
+    """Add the products of pairs of bfloat16, two to a lane, to a vector of float32."""
+    halves = ir.VectorType(BF16, 2 * v.lanes)
+    name = f"llvm.x86.avx512bf16.dpbf16ps.{32 * v.lanes}"
+    return call(b, name, v.vector, total, b.bitcast(x, halves), b.bitcast(y, halves))
+
+
 def rounded(b: Any, v: Vectors, x: Any, y: Any) -> Any:
     """Two vectors of float32 as one of bfloat16, in 16-bit integers: x, then y."""
     halves = ir.VectorType(BF16, 2 * v.lanes)
