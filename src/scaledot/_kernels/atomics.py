@@ -102,6 +102,7 @@ def _float_mode(b: Any) -> Any:
 
 
 def _restore_float_mode(b: Any, kept: Any) -> None:
+    """Set the mode that `_float_mode` found."""
     if _MACHINE in _X86:
         _of_mode(b, "ld", kept)
     elif _MACHINE in _ARM:
@@ -109,12 +110,14 @@ def _restore_float_mode(b: Any, kept: Any) -> None:
 
 
 def _of_mode(b: Any, way: str, place: Any) -> None:
+    """Load or store x86-64's mode, ``way`` "ld" or "st", from or to 32 bits at a place."""
     kind = ir.FunctionType(ir.VoidType(), [ir.IntType(8).as_pointer()])
     function = _declared(b, f"llvm.x86.sse.{way}mxcsr", kind)
     b.call(function, [b.bitcast(place, ir.IntType(8).as_pointer())])
 
 
 def _set_fpcr(b: Any, mode: Any) -> None:
+    """Set AArch64's mode; 0 is the one that processes begin in."""
     kind = ir.FunctionType(ir.VoidType(), [_I64])
     b.call(_declared(b, "llvm.aarch64.set.fpcr", kind), [mode])
 
