@@ -13,6 +13,7 @@ from scaledot._spec import Options
 torch = pytest.importorskip("torch")
 from scaledot import _torch_ops  # noqa: E402
 from scaledot import _torch_rules as rules  # noqa: E402
+from seen_operators import Seen  # noqa: E402
 
 # PyTorch's own, of its forward mode, of its exporter, and of Dynamo where Python is told to warn.
 pytestmark = [
@@ -329,17 +330,10 @@ def test_fake_tensors():
 
 
 def test_a_mode_sees_the_operators():
-    seen = []
-
-    class Mode(torch.utils._python_dispatch.TorchDispatchMode):
-        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-            seen.append(str(function))
-            return function(*args, **kwargs or {})
-
     leaves = [x.requires_grad_() for x in arrays()]
-    with Mode():
+    with Seen() as seen:
         attention(*leaves).sum().backward()
-    assert {"scaledot.attention.default", "scaledot.attention_backward.default"} <= set(seen)
+    assert {"scaledot.attention.default", "scaledot.attention_backward.default"} <= set(seen.names)
 
 
 # Who takes which calls

@@ -13,6 +13,7 @@ from scaledot._spec import Options
 torch = pytest.importorskip("torch")
 import scaledot.torch  # noqa: E402
 from scaledot import _torch_ops  # noqa: E402
+from seen_operators import Seen  # noqa: E402
 
 # PyTorch's own, of its exporter, and of Dynamo where Python is told to warn.
 pytestmark = [
@@ -203,20 +204,13 @@ def test_transforms_leave_compiled_graphs():
 
 
 def test_a_mode_sees_the_operators():
-    seen = []
-
-    class Mode(torch.utils._python_dispatch.TorchDispatchMode):
-        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-            seen.append(str(function))
-            return function(*args, **kwargs or {})
-
     call, given = call_of("terms", [0, -1])
     exact = with_gradients(call, given)
-    with Mode():
+    with Seen() as seen:
         found = with_gradients(call, given)
     for got, truth in zip(found, exact, strict=True):
         assert_same(got.detach(), truth.detach())
-    assert [name for name in seen if "scaledot" in name] == [
+    assert [name for name in seen.names if "scaledot" in name] == [
         "scaledot.attention_weights.default", "scaledot.attention_weights_backward.default"
     ]
 
