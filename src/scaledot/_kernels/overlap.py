@@ -1,9 +1,9 @@
 """Weights of a whole tile of keys for a block of queries, computed while its scores are.
 
-At d_k = 64 an exponential takes a third of the time of the products that make its score, and half of
-its instructions are additions, conversions and moves, for which processors have units that products
-leave idle. They do not start early by themselves: a loop over products is longer than what a
-processor looks ahead. So the weights of MR keys are computed between the products of the
+At d_k = 64 an exponential takes a third of the time of the products that make its score, and half
+of its instructions are additions, conversions and moves, for which processors have units that
+products leave idle. They do not start early by themselves: a loop over products is longer than what
+a processor looks ahead. So the weights of MR keys are computed between the products of the
 next ones, by a program in assembly: compilers move such instructions together again, and then lack
 registers. README.md has what it gains.
 
